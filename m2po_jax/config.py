@@ -1,0 +1,366 @@
+"""Everything a run needs, as frozen dataclasses: checked when made, saved with the run, run again from the file.
+
+`None` means "not set" and booleans are booleans; no field uses a sentinel number. Times are counted in model
+updates unless a field says otherwise.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import cattrs
+
+from m2po_jax import __version__
+
+
+class UserError(Exception):
+    """Something the user can mend: the message is one line that names the thing and the fix (exit code 2)."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration that cannot run; the message names the field and the fix."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Procedural addition: `7+5+9+3=` is answered with its running sums, `12,21,24`."""
+
+    min_operands: int = 4
+    """Fewest one-digit numbers in a prompt."""
+    max_operands: int = 4
+    """Most one-digit numbers in a prompt; the chain has one step fewer."""
+    held_out_fraction: float = 0.25
+    """Share of all prompts, chosen by hash, that training never draws."""
+
+    def __post_init__(self):
+        _require(self.min_operands >= 2, f"task.min_operands is {self.min_operands}: use 2 or more")
+        _require(
+            self.max_operands >= self.min_operands,
+            f"task.max_operands {self.max_operands} is below task.min_operands {self.min_operands}",
+        )
+        _require(
+            0.0 < self.held_out_fraction < 1.0,
+            f"task.held_out_fraction is {self.held_out_fraction}: use a share between 0 and 1",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of the Qwen3 shape. The defaults are tiny; the paper's models are larger numbers."""
+
+    width: int = 64
+    """Model width D."""
+    layers: int = 2
+    """Decoder blocks N."""
+    query_heads: int = 4
+    """Query heads H."""
+    kv_heads: int = 2
+    """Key/value heads K; must divide query_heads."""
+    head_dim: int = 16
+    """Width of one head; even, for rotary embedding."""
+    mlp_width: int = 192
+    """Feed-forward width F of the SwiGLU block."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = True
+    """Use the embedding matrix as output projection too."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the matrix multiplications; softmax, norms and logits are float32 always."""
+
+    def __post_init__(self):
+        for name in ("width", "layers", "query_heads", "kv_heads", "head_dim", "mlp_width"):
+            _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}: use 1 or more")
+        _require(
+            self.query_heads % self.kv_heads == 0,
+            f"model.kv_heads {self.kv_heads} does not divide model.query_heads {self.query_heads}",
+        )
+        _require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}: rotary embedding needs an even number")
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised steps that make the base policy, version 0."""
+
+    target_accuracy: float = 0.3
+    """Stop at the first check at which sampled held-out accuracy reaches this."""
+    max_steps: int = 4000
+    """Give up, with an error, after this many supervised steps."""
+    check_every: int = 20
+    """Supervised steps between accuracy checks."""
+    batch_size: int = 256
+    """Demonstrations a step."""
+    learning_rate: float = 3e-3
+    """Adam learning rate of the supervised steps."""
+
+    def __post_init__(self):
+        _require(
+            0.0 <= self.target_accuracy < 1.0,
+            f"warm_start.target_accuracy is {self.target_accuracy}: use a share in [0, 1)",
+        )
+        for name in ("max_steps", "check_every", "batch_size"):
+            _require(getattr(self, name) >= 1, f"warm_start.{name} is {getattr(self, name)}: use 1 or more")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are drawn. Log-probs are those of the sampled distribution, in float32."""
+
+    temperature: float = 1.0
+    """Divides the logits, in the sampler and in the learner alike."""
+    max_new_tokens: int = 12
+    """Longest response in tokens, end token included."""
+
+    def __post_init__(self):
+        _require(self.temperature > 0.0, f"sampling.temperature is {self.temperature}: use a positive number")
+        _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens is {self.max_new_tokens}: use 1 or more")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The shape of one batch of rollouts and how it is cut into work units."""
+
+    prompts_per_batch: int = 64
+    """Prompts (groups) in one batch."""
+    group_size: int = 8
+    """Responses G to each prompt."""
+    units_per_batch: int = 2
+    """Work units, hence shards, in one batch; each holds whole groups."""
+    keep_weights_every: int | None = None
+    """Keep the weights of every version divisible by this after they were served; None keeps only version 0."""
+
+    def __post_init__(self):
+        for name in ("prompts_per_batch", "group_size", "units_per_batch"):
+            _require(getattr(self, name) >= 1, f"rollouts.{name} is {getattr(self, name)}: use 1 or more")
+        _require(
+            self.prompts_per_batch % self.units_per_batch == 0,
+            f"rollouts.units_per_batch {self.units_per_batch} does not divide"
+            f" rollouts.prompts_per_batch {self.prompts_per_batch}",
+        )
+        _require(
+            self.keep_weights_every is None or self.keep_weights_every >= 1,
+            f"rollouts.keep_weights_every is {self.keep_weights_every}: use 1 or more, or None",
+        )
+
+    @property
+    def prompts_per_unit(self) -> int:
+        """Prompts in one work unit."""
+        return self.prompts_per_batch // self.units_per_batch
+
+
+@dataclass(frozen=True)
+class StalenessConfig:
+    """Which versions' rollouts a learner step reads."""
+
+    policy: Literal["exactly"] = "exactly"
+    """`exactly`: the delay line, version n trains on data of version n - k (version 0 while n < k)."""
+    k: int = 0
+    """Staleness in model updates."""
+
+    def __post_init__(self):
+        _require(self.k >= 0, f"staleness.k is {self.k}: staleness is 0 or more model updates")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """The loss by name, with its own hyperparameters (see `m2po_jax.objectives.names()`)."""
+
+    name: str = "m2po"
+    """Row of the objectives table."""
+    hyperparameters: dict[str, float] = field(default_factory=dict)
+    """Overrides of the objective's own defaults, e.g. threshold for m2po, epsilon for grpo."""
+    normalize_advantages: Literal["std", "none"] = "std"
+    """Divide group advantages by the sample standard deviation (GRPO) or by nothing (Dr. GRPO)."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """The optimiser and the loop around it."""
+
+    total_updates: int = 1024
+    """Model updates in the run."""
+    updates_per_batch: int = 4
+    """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
+    publish_every: int | None = None
+    """Updates between published versions; None means updates_per_batch."""
+    learning_rate: float = 3e-5
+    """Peak AdamW learning rate."""
+    warmup_updates: int = 10
+    """Updates of linear warm-up from zero; constant after it."""
+    adam_b1: float = 0.9
+    """AdamW decay of the first moment."""
+    adam_b2: float = 0.999
+    """AdamW decay of the second moment."""
+    adam_eps: float = 1e-8
+    """AdamW epsilon."""
+    weight_decay: float = 0.0
+    """AdamW decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Global gradient norm is clipped to this."""
+    checkpoint_every: int = 128
+    """Updates between checkpoints of the full train state; a multiple of updates_per_batch."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that are kept."""
+    diagnostics_every: int | None = 16
+    """Batches between token-level diagnostics samples; None writes none."""
+
+    def __post_init__(self):
+        for name in ("total_updates", "updates_per_batch", "checkpoint_every", "keep_checkpoints"):
+            _require(getattr(self, name) >= 1, f"learner.{name} is {getattr(self, name)}: use 1 or more")
+        for name in ("publish_every", "diagnostics_every"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"learner.{name} is {value}: use 1 or more, or None")
+        _require(self.learning_rate > 0, f"learner.learning_rate is {self.learning_rate}: use a positive number")
+        _require(self.clip_norm > 0, f"learner.clip_norm is {self.clip_norm}: use a positive number")
+        _require(self.warmup_updates >= 0, f"learner.warmup_updates is {self.warmup_updates}: use 0 or more")
+        for name, unit in (
+            ("checkpoint_every", self.updates_per_batch),
+            ("total_updates", self.updates_per_batch),
+            ("publish_every", self.updates_per_batch),
+        ):
+            value = getattr(self, name)
+            _require(
+                value is None or value % unit == 0,
+                f"learner.{name} {value} is not a multiple of learner.updates_per_batch {unit}",
+            )
+
+    @property
+    def publish_interval(self) -> int:
+        """Updates between published versions, with the default filled in."""
+        return self.publish_every or self.updates_per_batch
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Accuracy on held-out prompts during training, sampled as in training."""
+
+    every: int = 64
+    """Updates between evaluations; also at version 0 and at the end."""
+    prompts: int = 2048
+    """Held-out prompts in one evaluation, one response each."""
+
+    def __post_init__(self):
+        for name in ("every", "prompts"):
+            _require(getattr(self, name) >= 1, f"evaluation.{name} is {getattr(self, name)}: use 1 or more")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    name: str = "run"
+    """Arm name in reports; letters, digits, dash and underscore."""
+    seed: int = 0
+    """Seed of everything random in the run."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self):
+        learner, rollouts = self.learner, self.rollouts
+        _require(
+            bool(self.name) and all(c.isalnum() or c in "-_" for c in self.name),
+            f"name is {self.name!r}: use letters, digits, - and _",
+        )
+        _require(0 <= self.seed < 2**31, f"seed is {self.seed}: use 0 to 2^31 - 1")
+        _require(
+            rollouts.prompts_per_batch % learner.updates_per_batch == 0,
+            f"learner.updates_per_batch {learner.updates_per_batch} does not divide"
+            f" rollouts.prompts_per_batch {rollouts.prompts_per_batch}: a mini-batch holds whole groups",
+        )
+        _require(
+            self.staleness.k % learner.publish_interval == 0,
+            f"staleness.k {self.staleness.k} is not a multiple of the publishing interval"
+            f" {learner.publish_interval}: no version of that age exists",
+        )
+        needed = 3 * (self.task.max_operands - 1)
+        _require(
+            self.sampling.max_new_tokens >= needed,
+            f"sampling.max_new_tokens {self.sampling.max_new_tokens} is too short for"
+            f" task.max_operands {self.task.max_operands}: use {needed} or more",
+        )
+
+
+def to_json(config: Config) -> str:
+    """The resolved configuration with the package version, as the text of `config.json`."""
+    document = {"package_version": __version__, "config": dataclasses.asdict(config)}
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str, source: str = "config.json") -> Config:
+    """Read `to_json`'s text; unknown keys and wrong types raise ConfigError naming the key and `source`."""
+    try:
+        data = json.loads(text)["config"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{source} is not a saved configuration: {error!r}") from error
+    try:
+        return _converter().structure(data, Config)
+    except ConfigError:
+        raise
+    except Exception as error:  # cattrs raises groups of many types; all of them mean bad input
+        raise ConfigError(f"{source}: {'; '.join(_explain(error))}") from error
+
+
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted field -> (value in a, value in b), for the fields that differ."""
+    flat_a, flat_b = flatten(a), flatten(b)
+    return {
+        key: (flat_a.get(key), flat_b.get(key))
+        for key in sorted(flat_a.keys() | flat_b.keys())
+        if flat_a.get(key) != flat_b.get(key)
+    }
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted field -> value of a (nested) dataclass or dict."""
+    items = config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    flat: dict[str, Any] = {}
+    for key, value in items.items():
+        if isinstance(value, dict) or dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for kind in (int, str, bool):
+        converter.register_structure_hook(kind, _strictly(kind))
+    converter.register_structure_hook(float, lambda value, _: float(_strictly((int, float))(value, float)))
+    return converter
+
+
+def _strictly(kind: type | tuple[type, ...]):
+    def structure(value: Any, _: type) -> Any:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{value!r} is a {type(value).__name__}")
+        return value
+
+    return structure
+
+
+def _explain(error: Exception) -> list[str]:
+    return cattrs.transform_error(error, format_exception=_explain_leaf)
+
+
+def _explain_leaf(error: BaseException, kind: type | None) -> str:
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, cattrs.ForbiddenExtraKeysError):
+        return f"unknown key {', '.join(sorted(error.extra_fields))}"
+    wanted = getattr(kind, "__name__", str(kind))
+    return f"expected {wanted}, but {error}"
