@@ -64,7 +64,7 @@ class ModelConfig:
     """Key/value heads K; must divide query_heads."""
     head_dim: int = 16
     """Width of one head; even, for rotary embedding."""
-    mlp_width: int = 192
+    mlp_width: int = 128
     """Feed-forward width F of the SwiGLU block."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
@@ -115,7 +115,7 @@ class SamplingConfig:
 
     temperature: float = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
-    max_new_tokens: int = 12
+    max_new_tokens: int = 10
     """Longest response in tokens, end token included."""
 
     def __post_init__(self):
@@ -294,10 +294,18 @@ class Config:
         )
 
 
-def to_json(config: Config) -> str:
-    """The resolved configuration with the package version, as the text of `config.json`."""
-    document = {"package_version": __version__, "config": dataclasses.asdict(config)}
+def to_json(config: Config, run_id: str) -> str:
+    """The resolved configuration with run id and package version, as the text of `config.json`."""
+    document = {"run_id": run_id, "package_version": __version__, "config": dataclasses.asdict(config)}
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def run_id_of(text: str, source: str = "config.json") -> str:
+    """The run id in `to_json`'s text; raises ConfigError naming `source` if there is none."""
+    try:
+        return str(json.loads(text)["run_id"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{source} is not a saved configuration: {error!r}") from error
 
 
 def from_json(text: str, source: str = "config.json") -> Config:

@@ -1,0 +1,80 @@
+# Everything is made in .venv, from the exact versions in requirements.lock. `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUNS ?= runs/quickstart
+WORKERS ?= 2
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+# The first interpreter that is new enough; `make PYTHON=python3.12 ...` chooses another.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
+	$$p -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && { echo $$p; exit; }; done; echo python3)
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock
+# One BLAS thread a worker: the workers fill the cores.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL := -n $(WORKERS) --dist worksteal --timeout 600
+
+.PHONY: help quickstart test test-fast test-extra lint types lock clean
+
+help: ## list the targets
+	@echo "usage: make TARGET [PYTHON=python3.12]"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '%-14s %s\n' "$$name" "$$text"; done
+
+quickstart: $(VENV)/.installed ## make .venv, run the four arms of the quickstart, write the report
+	$(BIN)/m2po sweep experiments/quickstart.py --runs $(RUNS)
+
+test: lint types ## make .venv, run ruff, mypy and all tests, the slow ones too
+	$(PYTEST) $(PARALLEL)
+
+test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 minutes)
+	$(PYTEST) $(PARALLEL) -m "not slow and not extra"
+
+test-extra: $(VENV)/.installed-dev ## the tests that need Debian or npm packages
+	@status=0; $(PYTEST) -q --collect-only -m extra >/dev/null 2>&1 || status=$$?; \
+	if [ $$status -eq 5 ]; then echo "test-extra: no test needs an extra package yet"; \
+	else $(PYTEST) -m extra; fi
+
+lint: $(VENV)/.installed-dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## mypy
+	$(BIN)/mypy
+
+lock: $(VENV)/.installed-dev ## resolve requirements.lock anew, keeping the versions that still fit (UPGRADE=1: none)
+	@echo "make: resolving requirements.lock for Python 3.11 and newer, all extras"
+	@$(BIN)/uv pip compile setup.py --all-extras --universal --python-version 3.11 --fork-strategy fewest --quiet \
+		--no-header --no-emit-index-url --no-emit-find-links $(if $(UPGRADE),--upgrade) \
+		--output-file requirements.lock >/dev/null
+	@{ echo '# Exact versions for the package and all its extras, on Python 3.11 to 3.13.' \
+		'Made by `make lock`; a pip constraints file.'; \
+		cat requirements.lock; } >requirements.lock.new && mv requirements.lock.new requirements.lock
+
+clean: ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find m2po_jax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@$(PYTHON) -c "$(NEW_ENOUGH)" || { echo "make: $(PYTHON) is missing or older than Python 3.11;" \
+		"choose another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@if ! [ -x $(BIN)/pip ]; then echo "make: creating $(VENV) with $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) cannot make environments; on Debian" \
+		"and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made setup.py requirements.lock
+	@echo "make: installing m2po-jax into $(VENV) (a minute or two, about 1 GB)"
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+# Holds the package as well, so it stands for both.
+$(VENV)/.installed-dev: $(VENV)/.made setup.py requirements.lock
+	@echo "make: installing m2po-jax and its development tools into $(VENV) (a minute or two, about 1 GB)"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,97 @@
+"""Making work units: which prompts, under which weights, into which shard; all of it follows from the run's numbers."""
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from m2po_jax.config import Config
+from m2po_jax.generation.engine import Generated, sampling_keys
+from m2po_jax.generation.sampler import Responses, Sampler
+from m2po_jax.models import Transformer
+from m2po_jax.rollouts import Provenance, Rollouts, Store, UnitId, shard_path, weights, write_shard
+from m2po_jax.tasks import ArithmeticTask, Problem
+
+_GROUPS_PER_VERSION = 2**32
+
+
+class Generator:
+    """Makes the units of one run; any number of generators may make the same unit, and the first shard stays."""
+
+    def __init__(self, store: Store, run_id: str, config: Config, task: ArithmeticTask, model: Transformer):
+        """`store` is the run's; `config`, `task` and `model` must be those of its `config.json`."""
+        self.store, self.run_id, self.config, self.task = store, run_id, config, task
+        self.sampler = Sampler(task, model, config.sampling)
+        self.producer = f"{socket.gethostname()}:{os.getpid()}"
+        self._abstract = jax.eval_shape(model.init_params, jax.random.key(0))
+        self._loaded: tuple[int, Any, str] | None = None
+
+    def make_missing(self, units: Sequence[UnitId]) -> list[UnitId]:
+        """Make those of `units` (all of one version) that have no shard yet; returns what was made.
+
+        Sampling of a unit runs while the one before it is graded and written.
+        """
+        missing = [unit for unit in units if not self.store.exists(shard_path(unit))]
+        if missing:
+            params, digest = self._weights(missing[0].version)
+            started = [(unit, *self._start(unit, params)) for unit in missing]
+            for unit, problems, generated in started:
+                rollouts = self._rollouts(unit, problems, self.sampler.collect(generated, problems))
+                write_shard(self.store, rollouts, unit, self.provenance(digest), self.producer)
+        return missing
+
+    def provenance(self, weights_digest: str) -> Provenance:
+        """What a shard of this run made under those weights must state."""
+        return Provenance(self.run_id, weights_digest, self.task.tokenizer.fingerprint)
+
+    def _weights(self, version: int) -> tuple[Any, str]:
+        """Parameters and digest of a version, read from the store; the last one is kept, keyed by its digest."""
+        digest = weights.read_digest(self.store, version)
+        if self._loaded is None or self._loaded[0] != version or self._loaded[2] != digest:
+            self._loaded = (version, *weights.load(self.store, version, self._abstract))
+        return self._loaded[1], self._loaded[2]
+
+    def _start(self, unit: UnitId, params: Any) -> tuple[list[Problem], Generated]:
+        config = self.config
+        problems = self.task.draw(
+            config.rollouts.prompts_per_unit, (config.seed, unit.version, unit.batch, unit.unit)
+        )
+        stream = jax.random.split(jax.random.key(config.seed), 3)[0]
+        groups, samples = self._rows(unit)
+        keys = sampling_keys(stream, np.uint32(unit.version), groups.astype(np.uint32), samples.astype(np.uint32))
+        return problems, self.sampler.dispatch(params, problems, keys, config.rollouts.group_size)
+
+    def _rows(self, unit: UnitId) -> tuple[np.ndarray, np.ndarray]:
+        """Draw number within the version and sample index of each row of a unit, int64 (R,)."""
+        shape = self.config.rollouts
+        first = unit.batch * shape.prompts_per_batch + unit.unit * shape.prompts_per_unit
+        draws = np.arange(first, first + shape.prompts_per_unit, dtype=np.int64)
+        return np.repeat(draws, shape.group_size), np.tile(np.arange(shape.group_size), shape.prompts_per_unit)
+
+    def _rollouts(self, unit: UnitId, problems: list[Problem], responses: Responses) -> Rollouts:
+        size = self.config.rollouts.group_size
+        draws, samples = self._rows(unit)
+        prompts = [np.array(self.task.tokenizer.encode(problem.prompt), np.int32) for problem in problems]
+        prompt_tokens = np.zeros((len(problems), self.task.max_prompt_tokens), np.int32)
+        for row, ids in enumerate(prompts):
+            prompt_tokens[row, : len(ids)] = ids
+        return Rollouts(
+            prompt_tokens=np.repeat(prompt_tokens, size, axis=0),
+            prompt_lengths=np.repeat(np.array([len(ids) for ids in prompts], np.int32), size),
+            response_tokens=responses.tokens,
+            response_lengths=responses.lengths,
+            behavior_logprobs=responses.logprobs,
+            rescored_logprobs=None,
+            rewards=responses.scores,
+            prompt_ids=[problem.prompt_id for problem in problems for _ in range(size)],
+            group_ids=unit.version * _GROUPS_PER_VERSION + draws,
+            sample_indices=samples.astype(np.int32),
+            finish_reasons=responses.finish_reasons,
+            response_texts=responses.texts,
+            gold_answers=[problem.gold_answer for problem in problems for _ in range(size)],
+            temperature=self.config.sampling.temperature,
+            top_p=1.0,
+        )

@@ -1,0 +1,1 @@
+"""The learner: train state, update, batches from rollouts, checkpoints, diagnostics, metrics."""

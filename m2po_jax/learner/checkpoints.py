@@ -1,0 +1,73 @@
+"""Checkpoints of the full train state with the data cursor, through Orbax, written in the background."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from m2po_jax.config import UserError
+from m2po_jax.learner.state import TrainState
+from m2po_jax.rollouts import Store
+
+_DIRECTORY = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the learner stands in its data: everything before this was consumed, nothing after it."""
+
+    version: int
+    """Learner version at which the next batch is consumed."""
+    behavior_version: int
+    """Version whose rollouts that batch holds."""
+    batch: int
+    """Index of that batch among those of its version."""
+
+
+class Checkpoints:
+    """`checkpoints/<version>` of one run; a checkpoint is visible once it is whole."""
+
+    def __init__(self, store: Store, keep: int):
+        """Keeps the newest `keep` checkpoints."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_format_fixed_length=8, create=True)
+        self._location = store.location(_DIRECTORY)
+        self._manager = ocp.CheckpointManager(self._location, options=options)
+
+    def latest(self) -> int | None:
+        """Version of the newest whole checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, cursor: Cursor) -> None:
+        """Start writing; returns once the state may be donated. A checkpoint that is there already is kept."""
+        if cursor.version in self._manager.all_steps():
+            return
+        copied = jax.tree.map(jnp.copy, state)  # on CPU the host view would be the donated buffer itself
+        parts = ocp.args.Composite(state=ocp.args.StandardSave(copied), cursor=ocp.args.JsonSave(asdict(cursor)))
+        self._manager.save(cursor.version, args=parts)
+
+    def restore(self, version: int, like: TrainState) -> tuple[TrainState, Cursor]:
+        """The state and cursor of a version, with the shapes and shardings of `like`.
+
+        Raises:
+            UserError: the checkpoint cannot be read, or is one of another model.
+        """
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), cursor=ocp.args.JsonRestore())
+        try:
+            restored: Any = self._manager.restore(version, args=parts)
+        except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+            raise UserError(
+                f"checkpoint {version} in {self._location} cannot be restored ({str(error).splitlines()[0][:200]}):"
+                " delete its directory to resume from the one before"
+            ) from error
+        return jax.tree.map(jnp.array, restored["state"]), Cursor(**restored["cursor"])
+
+    def wait(self) -> None:
+        """Return when every started checkpoint is whole."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait, and release the background threads."""
+        self._manager.close()

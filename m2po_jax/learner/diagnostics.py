@@ -1,0 +1,48 @@
+"""A token-level sample of what an update sees: log-ratios, advantages, entropies and what the objective keeps."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from m2po_jax.learner.update import MiniBatch, UpdateSpec, advantages, policy_logprobs
+from m2po_jax.rollouts import BatchRecord, Rollouts
+
+
+@partial(jax.jit, static_argnames="spec")
+def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Array]:
+    """Per-token (B, T) arrays of one mini-batch under `params`: what its update is about to use."""
+    logprobs_BT, entropy_BT = policy_logprobs(params, spec, batch)
+    advantages_B1 = advantages(spec, batch.rewards)[:, None]
+    kept_BT = spec.objective.kept(logprobs_BT, batch.behavior_logprobs, advantages_B1, batch.response_mask)
+    return {
+        "policy_logprob": logprobs_BT,
+        "behavior_logprob": batch.behavior_logprobs,
+        "log_ratio": logprobs_BT - batch.behavior_logprobs,
+        "advantage": jax.numpy.broadcast_to(advantages_B1, logprobs_BT.shape),
+        "entropy": entropy_BT,
+        "kept": kept_BT,
+    }
+
+
+def token_columns(
+    view: dict[str, Array], batch: MiniBatch, rollouts: Rollouts, record: BatchRecord, token_texts: list[str]
+) -> dict[str, np.ndarray]:
+    """One row a response token of the batch's first mini-batch, as the columns of a diagnostics object."""
+    mask = np.asarray(batch.response_mask)
+    rows, positions = np.nonzero(mask)
+    tokens = np.asarray(batch.response_tokens)[mask]
+    same = lambda value: np.full(len(rows), value, np.int64)  # noqa: E731
+    return {
+        "version": same(record.version),
+        "behavior_version": same(record.behavior_version),
+        "staleness_updates": same(record.staleness_updates),
+        "group_id": rollouts.group_ids[rows],
+        "sample_index": rollouts.sample_indices[rows],
+        "position": positions.astype(np.int32),
+        "token_id": tokens,
+        "token_text": np.array(token_texts)[tokens],
+        **{name: np.asarray(values)[mask] for name, values in view.items()},
+    }

@@ -1,0 +1,66 @@
+"""Metrics of updates and evaluations: fetched one batch late, kept as lines, written as whole segments."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from tensorboardX import SummaryWriter
+
+from m2po_jax.rollouts import Store, write_segment
+
+
+class MetricsLog:
+    """Collects lines for the segment of one checkpoint interval, and TensorBoard events as they come.
+
+    Device values of a batch are fetched when the next batch has been dispatched, so that the loop never waits for
+    a number it only logs.
+    """
+
+    def __init__(self, store: Store, first_version: int, tensorboard: Path | None):
+        """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events."""
+        self._store, self._segment = store, first_version
+        self._lines: list[dict[str, Any]] = []
+        self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
+        self._events = SummaryWriter(str(tensorboard), purge_step=first_version, flush_secs=10) if tensorboard else None
+        self._started, self._first, self.latest = time.perf_counter(), first_version, dict[str, Any]()
+
+    def updates(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
+        """Take the (facts, device metrics) of one batch's updates, and fetch those of the batch before."""
+        ready, self._pending = self._pending, batch
+        self._fetch(ready)
+
+    def evaluation(self, version: int, values: dict[str, float]) -> None:
+        """Take one evaluation of the policy at `version`."""
+        self._append({"event": "evaluation", "version": version, **values})
+
+    def flush(self, next_version: int) -> None:
+        """Write the segment of everything so far; the next one begins at `next_version`."""
+        self.updates([])
+        if not self._lines:
+            return
+        write_segment(self._store, self._segment, self._lines)
+        self._segment, self._lines = next_version, []
+        if self._events:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Release the event file."""
+        if self._events:
+            self._events.close()
+
+    def _fetch(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
+        elapsed = time.perf_counter() - self._started
+        for facts, metrics in batch:
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            speed = (facts["version"] + 1 - self._first) / elapsed
+            self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": speed}
+            self._append({"event": "update", **self.latest})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._lines.append(line)
+        if self._events:
+            numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
+            version = numbers.pop("version")
+            for name, value in numbers.items():
+                self._events.add_scalar(f"{line['event']}/{name}", value, int(version))

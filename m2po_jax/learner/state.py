@@ -1,0 +1,63 @@
+"""The train state, one frozen pytree, and the optimiser that advances it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from m2po_jax.config import LearnerConfig
+
+
+class TrainState(NamedTuple):
+    """Everything an update changes. Version n is the policy after n updates."""
+
+    version: Array
+    """int32 scalar: model updates so far, skipped ones included."""
+    params: Any
+    """float32 parameters."""
+    opt_state: Any
+    """Optimiser state, float32."""
+
+
+def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
+    """AdamW behind a global-norm clip, with linear warm-up to a constant rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            learning_rate_schedule(config),
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        ),
+    )
+
+
+def learning_rate_schedule(config: LearnerConfig) -> optax.Schedule:
+    """Learning rate as a function of applied updates: linear from lr / warmup_updates, constant after it."""
+    first = config.learning_rate / max(config.warmup_updates, 1)
+    return optax.linear_schedule(first, config.learning_rate, max(config.warmup_updates - 1, 1))
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """Version 0 with a fresh optimiser; `params` is copied, since updates donate the state."""
+    params = jax.tree.map(jnp.array, params)
+    return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+
+def apply_gradients(
+    state: TrainState, grads: Any, loss: Array, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, dict[str, Array]]:
+    """One optimiser step; a non-finite loss or gradient leaves parameters and optimiser alone but counts as an update.
+
+    Returns the next state, and metrics `grad_norm` (before clipping) and `skipped` (1.0 or 0.0), float32 scalars.
+    """
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    choose = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+    state = TrainState(state.version + 1, choose(params, state.params), choose(opt_state, state.opt_state))
+    return state, {"grad_norm": grad_norm, "skipped": 1.0 - finite.astype(jnp.float32)}

@@ -1,0 +1,290 @@
+"""`m2po train`: generation and learning in one process, in lockstep, with the store as the only link between them.
+
+For each batch: make what is missing, read and verify it, record what is about to be consumed, update, publish.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from m2po_jax import objectives
+from m2po_jax.config import Config, UserError
+from m2po_jax.evaluation import HeldOut
+from m2po_jax.generation import Generator, Sampler
+from m2po_jax.learner.batches import mini_batches
+from m2po_jax.learner.checkpoints import Checkpoints, Cursor
+from m2po_jax.learner.diagnostics import token_columns, token_view
+from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
+from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_update
+from m2po_jax.learner.warm_start import warm_start
+from m2po_jax.models import Transformer
+from m2po_jax.rollouts import (
+    BadShard,
+    BatchRecord,
+    Rollouts,
+    RunInfo,
+    Shard,
+    Store,
+    UnitId,
+    concatenate,
+    create_or_resume,
+    exactly,
+    read_batch_record,
+    read_shard,
+    served_after,
+    shard_path,
+    supersede_batch_record,
+    units,
+    weights,
+    write_batch_record,
+    write_diagnostics,
+)
+from m2po_jax.tasks import ArithmeticTask, left_padded, right_padded
+
+_ATTEMPTS = 3
+
+
+class Progress(Protocol):
+    """What the trainer tells whoever watches it, and asks back: whether to stop."""
+
+    def note(self, message: str) -> None:
+        """One line worth reading."""
+
+    def warm_start(self, step: int, accuracy: float, target: float) -> None:
+        """A check of the warm start."""
+
+    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
+        """A batch is done; `metrics` are those of the newest update that was fetched."""
+
+    def evaluation(self, version: int, accuracy: float) -> None:
+        """A held-out accuracy."""
+
+    def stopping(self) -> bool:
+        """Whether someone asked to stop after this batch."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call to `train` ended."""
+
+    version: int
+    finished: bool
+
+
+class Lockstep:
+    """The parts of one run, assembled once; `run` drives them."""
+
+    def __init__(self, store: Store, info: RunInfo, progress: Progress):
+        """Builds tokenizer, model, objective, generator and evaluator of the run's configuration."""
+        config = info.config
+        self.store, self.config, self.progress = store, config, progress
+        self.task = ArithmeticTask(config.task)
+        self.model = Transformer(config.model, self.task.tokenizer.vocab_size)
+        self.spec = UpdateSpec(
+            self.model,
+            objectives.get(config.objective.name, **config.objective.hyperparameters),
+            config.sampling.temperature,
+            config.rollouts.group_size,
+            config.objective.normalize_advantages,
+        )
+        self.optimizer = make_optimizer(config.learner)
+        self.update = make_update(self.spec, self.optimizer)
+        self.generator = Generator(store, info.run_id, config, self.task, self.model)
+        self.held_out = HeldOut(
+            Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed
+        )
+        self.delay_line = {
+            "k": config.staleness.k,
+            "updates_per_batch": config.learner.updates_per_batch,
+            "publish_every": config.learner.publish_interval,
+        }
+
+    def base_policy(self, base: str | None) -> None:
+        """Publish version 0 unless it is there: copied from another run with the same base, or warm-started."""
+        if 0 in weights.versions(self.store):
+            return
+        abstract = jax.eval_shape(self.model.init_params, jax.random.key(0))
+        if base is not None:
+            params, _ = weights.load(Store.open(base), 0, abstract)
+            self.progress.note(f"base policy taken from {base}")
+        else:
+            config = self.config.warm_start
+            params = warm_start(
+                config,
+                self.model,
+                jax.random.split(jax.random.key(self.config.seed), 3)[2],
+                self._demonstrations,
+                lambda params, step: self.held_out.accuracy(params, step).value,
+                lambda step, accuracy: self.progress.warm_start(step, accuracy, config.target_accuracy),
+            )
+        weights.publish(self.store, 0, params)
+
+    def run(self) -> Outcome:
+        """Train from the newest checkpoint, or from version 0, to the end or until asked to stop."""
+        learner = self.config.learner
+        checkpoints = Checkpoints(self.store, learner.keep_checkpoints)
+        state = self._restored(checkpoints)
+        version = int(state.version)
+        log = MetricsLog(self.store, version, self._tensorboard())
+        try:
+            if version == 0:
+                self._evaluate(log, state, 0)
+            while version < learner.total_updates and not self.progress.stopping():
+                state = self._batch(log, state, version)
+                version += learner.updates_per_batch
+                self._publish(state, version)
+                if version % self.config.evaluation.every == 0 or version == learner.total_updates:
+                    self._evaluate(log, state, version)
+                if version % learner.checkpoint_every == 0:
+                    self._checkpoint(checkpoints, log, state, version)
+                self.progress.update(version, learner.total_updates, log.latest)
+            self._checkpoint(checkpoints, log, state, version)
+        finally:
+            checkpoints.close()
+            log.close()
+        return Outcome(version, finished=version >= learner.total_updates)
+
+    def _restored(self, checkpoints: Checkpoints) -> TrainState:
+        params, _ = weights.load(self.store, 0, jax.eval_shape(self.model.init_params, jax.random.key(0)))
+        state = init_state(params, self.optimizer)
+        version = checkpoints.latest()
+        if version is None:
+            return state
+        state, cursor = checkpoints.restore(version, state)
+        if cursor != self._cursor(version):
+            raise UserError(f"checkpoint {version} of {self.store.url} was at {cursor}, not at {self._cursor(version)}")
+        self.progress.note(f"resumed from checkpoint {version}")
+        return state
+
+    def _batch(self, log: MetricsLog, state: TrainState, version: int) -> TrainState:
+        record, rollouts = self._rollouts(version)
+        learner = self.config.learner
+        batches = mini_batches(
+            rollouts, learner.updates_per_batch, self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
+        )
+        if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
+            self._diagnose(state, batches[0], rollouts, record)
+        done = []
+        for index, batch in enumerate(batches):
+            state, metrics = self.update(state, batch)
+            done.append((self._facts(record, version + index, index), metrics))
+        log.updates(done)
+        return state
+
+    def _rollouts(self, version: int) -> tuple[BatchRecord, Rollouts]:
+        """The verified rollouts that the batch at `version` consumes, recorded before they are used."""
+        behavior_version, batch = exactly(version, **self.delay_line)
+        wanted = units(behavior_version, batch, self.config.rollouts.units_per_batch)
+        recorded = read_batch_record(self.store, version)
+        self.generator.make_missing(wanted)
+        shards = [self._shard(unit) for unit in wanted]
+        record = BatchRecord(
+            version=version,
+            behavior_version=behavior_version,
+            batch=batch,
+            staleness_updates=version - behavior_version,
+            shards=tuple((shard_path(shard.unit), shard.digest) for shard in shards),
+        )
+        if recorded is not None and recorded != record:
+            self.progress.note(f"batch {version} was made again with other content; its record keeps both")
+            supersede_batch_record(self.store, record, "a recorded shard was missing or damaged")
+        elif recorded is None:
+            write_batch_record(self.store, record)
+        return record, concatenate([shard.rollouts for shard in shards])
+
+    def _shard(self, unit: UnitId) -> Shard:
+        """One verified shard; a bad one is set aside, said, and made again.
+
+        Weights that were retired cannot be asked for their digest; the batch record's own digest binds such a shard.
+        """
+        for _ in range(_ATTEMPTS):
+            expected = None
+            if unit.version in weights.versions(self.store):
+                expected = self.generator.provenance(weights.read_digest(self.store, unit.version))
+            try:
+                return read_shard(self.store, unit, expected)
+            except BadShard as bad:
+                self.progress.note(f"bad shard {bad}; making its unit again")
+                self.generator.make_missing([unit])
+        raise UserError(
+            f"{self.store.location(shard_path(unit))} was bad {_ATTEMPTS} times in a row: check the disk"
+            " and that nothing else writes to this run"
+        )
+
+    def _publish(self, state: TrainState, version: int) -> None:
+        """Publish what a generator will serve, what is to be kept, and the final policy."""
+        total, every = self.config.learner.total_updates, self.config.rollouts.keep_weights_every
+        served = version in served_after(version, **self.delay_line, total_updates=total)
+        if served or version == total or (every is not None and version % every == 0):
+            weights.publish(self.store, version, state.params)
+
+    def _evaluate(self, log: MetricsLog, state: TrainState, version: int) -> None:
+        accuracy = self.held_out.accuracy(state.params, version)
+        values = {"accuracy": accuracy.value, "standard_error": accuracy.standard_error}
+        log.evaluation(version, {**values, "prompts": accuracy.prompts})
+        self.progress.evaluation(version, accuracy.value)
+
+    def _checkpoint(self, checkpoints: Checkpoints, log: MetricsLog, state: TrainState, version: int) -> None:
+        """Metrics first, then the state; weights that no batch after the checkpoint before it needs are retired."""
+        checkpoints.wait()
+        whole = checkpoints.latest()
+        log.flush(version)
+        checkpoints.save(state, self._cursor(version))
+        if whole is not None:
+            self._retire(whole)
+
+    def _retire(self, version: int) -> None:
+        needed = set(served_after(version, **self.delay_line))
+        every = self.config.rollouts.keep_weights_every
+        for old in weights.versions(self.store):
+            kept = old == 0 or (every is not None and old % every == 0)
+            if old < version and old not in needed and not kept:
+                weights.retire(self.store, old)
+
+    def _diagnose(self, state: TrainState, batch: MiniBatch, rollouts: Rollouts, record: BatchRecord) -> None:
+        view = token_view(state.params, self.spec, batch)
+        columns = token_columns(view, batch, rollouts, record, list(self.task.tokenizer.token_texts()))
+        write_diagnostics(self.store, record.version, columns)
+
+    def _tensorboard(self) -> Path | None:
+        return self.store.local_path / "tensorboard" if self.store.local_path else None
+
+    def _facts(self, record: BatchRecord, version: int, mini_batch: int) -> dict[str, Any]:
+        return {
+            "version": version,
+            "behavior_version": record.behavior_version,
+            "staleness_updates": version - record.behavior_version,
+            "mini_batch": mini_batch,
+            "learning_rate": float(learning_rate_schedule(self.config.learner)(version)),
+        }
+
+    def _cursor(self, version: int) -> Cursor:
+        return Cursor(version, *exactly(version, **self.delay_line))
+
+    def _demonstrations(self, step: int):
+        tokenizer, seed = self.task.tokenizer, self.config.seed
+        problems = self.task.draw(self.config.warm_start.batch_size, (seed, step, 0, 0, 1))
+        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
+        answers = [[*tokenizer.encode(problem.demonstration), tokenizer.eos_id] for problem in problems]
+        return (
+            *left_padded(prompts, self.task.max_prompt_tokens, tokenizer.pad_id),
+            *right_padded(answers, self.config.sampling.max_new_tokens, tokenizer.pad_id),
+        )
+
+
+def train(config: Config, run: str, progress: Progress, base: str | None = None) -> Outcome:
+    """Start or resume the run directory `run` (a path or gs:// URL) with `config`.
+
+    `base` names another run whose version 0 becomes this run's base policy.
+
+    Raises:
+        UserError: bad configuration, a run with another configuration, an unusable store.
+    """
+    objectives.get(config.objective.name, **config.objective.hyperparameters)
+    store = Store.open(run, create=True)
+    lockstep = Lockstep(store, create_or_resume(store, config), progress)
+    lockstep.base_policy(base)
+    return lockstep.run()

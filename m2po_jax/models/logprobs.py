@@ -1,0 +1,66 @@
+"""Log-prob and entropy of given tokens, in chunks, so that the logits of a whole batch are never held."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from m2po_jax.models.transformer import Transformer, positions
+
+CHUNK_TOKENS = 4096
+
+
+def response_logprobs(
+    model: Transformer,
+    params: dict,
+    prompt_tokens_BP: Array,
+    prompt_valid_BP: Array,
+    response_tokens_BT: Array,
+    response_mask_BT: Array,
+    temperature: float | Array = 1.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Array, Array]:
+    """Log-prob of each response token given the tokens before it, and the entropy of its distribution.
+
+    Differentiable in `params`; (B, T, V) is never materialised: logits live for `chunk_tokens` tokens at a time and
+    are computed again in the backward pass.
+
+    Args:
+        prompt_tokens_BP: int32, padded on the left; prompt_valid_BP bool, True on real tokens.
+        response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
+        temperature: divides the logits, as it did when the tokens were sampled.
+
+    Returns:
+        log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
+    """
+    tokens_BS = jnp.concatenate([prompt_tokens_BP, response_tokens_BT], axis=1)
+    valid_BS = jnp.concatenate([prompt_valid_BP, response_mask_BT], axis=1)
+    hidden_BSD, _ = model.apply({"params": params}, tokens_BS, positions(valid_BS), valid_BS)
+    before = prompt_tokens_BP.shape[1] - 1
+    hidden_BTD = hidden_BSD[:, before : before + response_tokens_BT.shape[1]]
+    logprobs_BT, entropy_BT = _chunked(model, params, hidden_BTD, response_tokens_BT, temperature, chunk_tokens)
+    return jnp.where(response_mask_BT, logprobs_BT, 0.0), jnp.where(response_mask_BT, entropy_BT, 0.0)
+
+
+def _chunked(model, params, hidden_BTD, tokens_BT, temperature, chunk_tokens):
+    count = tokens_BT.size
+    if count <= chunk_tokens:
+        return _logprob_and_entropy(model, params, hidden_BTD, tokens_BT, temperature)
+    padding = -count % chunk_tokens
+    rows = jnp.pad(hidden_BTD.reshape(count, -1), ((0, padding), (0, 0)))
+    targets = jnp.pad(tokens_BT.reshape(count), (0, padding))
+
+    @jax.checkpoint
+    def chunk(_, inputs):
+        return None, _logprob_and_entropy(model, params, *inputs, temperature)
+
+    split = lambda x: x.reshape(-1, chunk_tokens, *x.shape[1:])  # noqa: E731
+    _, outputs = jax.lax.scan(chunk, None, (split(rows), split(targets)))
+    return tuple(x.reshape(-1)[:count].reshape(tokens_BT.shape) for x in outputs)
+
+
+def _logprob_and_entropy(model, params, hidden, tokens, temperature):
+    logits = model.apply({"params": params}, hidden, method=Transformer.logits) / temperature
+    all_logprobs = jax.nn.log_softmax(logits)
+    logprobs = jnp.take_along_axis(all_logprobs, tokens[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
+    return logprobs, entropy

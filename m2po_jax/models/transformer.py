@@ -1,0 +1,166 @@
+"""A decoder of the Qwen3 shape: RMSNorm, rotary positions, grouped queries, QK-norm, SwiGLU.
+
+Axis letters: B sequence, T token, S cache slot, D width, H query head, K key/value head, F feed-forward, N layer,
+V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth costs no compile time.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from m2po_jax.config import ModelConfig
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens seen so far, (N, B, S, K, head_dim) each."""
+
+    keys: Array
+    values: Array
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, batch: int, slots: int) -> "Cache":
+        """An empty cache for `batch` sequences of up to `slots` tokens."""
+        shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
+        return cls(*(jnp.zeros(shape, config.compute_dtype) for _ in cls._fields))
+
+    def repeat(self, times: int) -> "Cache":
+        """Each sequence `times` times in a row: one prefill serves a whole group."""
+        return Cache(*(jnp.repeat(x, times, axis=1) for x in self))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last axis, computed in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """`x` of any shape (..., D); returns the same shape and dtype."""
+        scale_D = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x32 = x.astype(jnp.float32)
+        normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (normalised * scale_D).astype(x.dtype)
+
+
+def rotate(x_BTHd: Array, positions_BT: Array, theta: float) -> Array:
+    """Rotary position embedding, halves convention (as in Llama and Qwen checkpoints); float32 angles."""
+    half = x_BTHd.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles_BT1d = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
+    cos, sin = jnp.cos(angles_BT1d).astype(x_BTHd.dtype), jnp.sin(angles_BT1d).astype(x_BTHd.dtype)
+    first, second = x_BTHd[..., :half], x_BTHd[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with QK-norm; with a cache, new keys and values are written at slot `index`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int):
+        """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
+        c = self.config
+        heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
+        q_BTHd = RMSNorm(c.norm_eps, name="q_norm")(heads("q", c.query_heads)(x_BTD))
+        k_BTKd = RMSNorm(c.norm_eps, name="k_norm")(heads("k", c.kv_heads)(x_BTD))
+        v_BTKd = heads("v", c.kv_heads)(x_BTD)
+        q_BTHd, k_BTKd = (rotate(x, positions_BT, c.rope_theta) for x in (q_BTHd, k_BTKd))
+        if cache is not None:
+            cache = Cache(
+                jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BTKd, index, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
+            )
+            k_BTKd, v_BTKd = cache
+        out_BTHd = jax.nn.dot_product_attention(q_BTHd, k_BTKd, v_BTKd, mask=mask_BTS[:, None])
+        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, dtype=c.compute_dtype, name="o")
+        return output(out_BTHd), cache
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU, each on a normalised residual stream."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int):
+        """Returns the residual stream (B, T, D) and this layer's cache."""
+        c = self.config
+        dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
+        normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
+        attended, cache = Attention(c, name="attention")(normalised, positions_BT, mask_BTS, cache, index)
+        x_BTD = x_BTD + attended
+        h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
+        h_BTF = nn.silu(dense("gate", c.mlp_width)(h_BTD)) * dense("up", c.mlp_width)(h_BTD)
+        return x_BTD + dense("down", c.width)(h_BTF), cache
+
+
+class Transformer(nn.Module):
+    """Token ids to hidden states, and hidden states to logits."""
+
+    config: ModelConfig
+    vocab_size: int
+
+    def setup(self):
+        """Declare the parameters: `embedding` (V, D), `blocks` (stacked on N), `final_norm`, maybe `unembedding`."""
+        c = self.config
+        table = nn.initializers.normal(stddev=c.width**-0.5)
+        self.embedding = self.param("embedding", table, (self.vocab_size, c.width), jnp.float32)
+        if not c.tie_embeddings:
+            self.unembedding = self.param("unembedding", table, (self.vocab_size, c.width), jnp.float32)
+        self.blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
+            out_axes=0,
+            length=c.layers,
+            unroll=2,
+        )(c)
+        self.final_norm = RMSNorm(c.norm_eps)
+
+    def __call__(
+        self,
+        tokens_BT: Array,
+        positions_BT: Array,
+        valid_BS: Array,
+        cache: Cache | None = None,
+        index: Array | int = 0,
+    ) -> tuple[Array, Cache | None]:
+        """Hidden states of `tokens_BT`, which stand in slots index, index + 1, ... of their sequences.
+
+        Args:
+            tokens_BT: int32 ids.
+            positions_BT: int32 rotary positions, counted over real tokens (padding may hold anything).
+            valid_BS: bool, True where a slot holds a real token; S = T without a cache.
+            cache: keys and values of earlier slots, or None to attend within `tokens_BT` alone.
+            index: slot of the first token; an int32 scalar.
+
+        Returns:
+            Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
+        """
+        x_BTD = self.embedding[tokens_BT].astype(self.config.compute_dtype)
+        query_slots = index + jnp.arange(tokens_BT.shape[1])
+        causal_TS = jnp.arange(valid_BS.shape[1])[None, :] <= query_slots[:, None]
+        mask_BTS = causal_TS[None] & valid_BS[:, None, :]
+        x_BTD, cache = self.blocks(x_BTD, positions_BT, mask_BTS, cache, index)
+        return self.final_norm(x_BTD), cache
+
+    def logits(self, hidden_BTD: Array) -> Array:
+        """Next-token logits (..., V) in float32 of hidden states (..., D)."""
+        table_VD = self.embedding if self.config.tie_embeddings else self.unembedding
+        table_VD = table_VD.astype(hidden_BTD.dtype)
+        return jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+
+    def init_params(self, key: Array) -> dict:
+        """Fresh float32 parameters."""
+        one = jnp.zeros((1, 1), jnp.int32)
+        return self.init(key, one, one, one == 0)["params"]
+
+
+def positions(valid_BT: Array) -> Array:
+    """Rotary positions that count real tokens only, so that padding on either side changes nothing."""
+    return jnp.maximum(jnp.cumsum(valid_BT.astype(jnp.int32), axis=1) - 1, 0)

@@ -1,0 +1,48 @@
+"""A run directory: made once with its configuration, resumed with the same one, opened by its readers."""
+
+import os
+import uuid
+from dataclasses import dataclass
+
+from m2po_jax.config import Config, ConfigError, UserError, differences, from_json, run_id_of, to_json
+from m2po_jax.rollouts.paths import CONFIG
+from m2po_jax.rollouts.store import Store
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Who a run is: a random id that its shards carry, and its resolved configuration."""
+
+    run_id: str
+    config: Config
+
+
+def create_or_resume(store: Store, config: Config) -> RunInfo:
+    """Make the run with this configuration, or resume it; the first of two makers wins.
+
+    Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
+    """
+    if not store.exists(CONFIG):
+        store.create(CONFIG, to_json(config, uuid.uuid4().hex).encode())
+    info = _read(store)
+    if changed := differences(info.config, config):
+        fields = ", ".join(f"{name} ({old!r} there, {new!r} asked for)" for name, (old, new) in changed.items())
+        raise ConfigError(
+            f"the run {store.url} exists with another configuration: {fields}; use another --run directory"
+        )
+    return info
+
+
+def open_run(location: str | os.PathLike) -> tuple[Store, RunInfo]:
+    """Open an existing run for reading; raises UserError when there is none at the path or URL."""
+    store = Store.open(location)
+    try:
+        return store, _read(store)
+    except FileNotFoundError as error:
+        raise UserError(f"{store.url} is not a run: it has no {CONFIG}; name the directory of a run") from error
+
+
+def _read(store: Store) -> RunInfo:
+    text = store.get(CONFIG).decode()
+    source = store.location(CONFIG)
+    return RunInfo(run_id_of(text, source), from_json(text, source))

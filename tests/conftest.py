@@ -1,0 +1,54 @@
+"""Eight virtual CPU devices, strict arithmetic, reproducible examples: the same for every test of the package."""
+
+import os
+from collections.abc import Iterator
+
+USER_ENVIRONMENT = dict(os.environ)
+# Read when JAX first asks for its devices, so it is set before anything imports JAX.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The first call of a jitted function compiles, so a deadline would measure the compiler.
+hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A NumPy generator that starts alike in every test."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def devices() -> list[jax.Device]:
+    """The eight virtual CPU devices."""
+    return jax.devices("cpu")
+
+
+@pytest.fixture
+def no_implicit_transfers() -> Iterator[None]:
+    """Refuse transfers between host and device that the code under test does not ask for by name."""
+    with jax.transfer_guard("disallow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def standard_promotion() -> Iterator[None]:
+    """JAX's standard dtype promotion, for modules that run Optax: its Adam raises a float to an integer count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def user_env() -> dict[str, str]:
+    """The environment for a subprocess as a user would start it: one CPU device, none of the settings above."""
+    return {**USER_ENVIRONMENT, "JAX_PLATFORMS": "cpu"}
