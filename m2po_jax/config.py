@@ -7,9 +7,10 @@ updates unless a field says otherwise.
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import cattrs
+import tyro
 
 from m2po_jax import __version__
 
@@ -174,8 +175,8 @@ class ObjectiveConfig:
 
     name: str = "m2po"
     """Row of the objectives table."""
-    hyperparameters: dict[str, float] = field(default_factory=dict)
-    """Overrides of the objective's own defaults, e.g. threshold for m2po, epsilon for grpo."""
+    hyperparameters: Annotated[dict[str, float], tyro.conf.arg(name="")] = field(default_factory=dict)
+    """Overrides of the objective's own defaults, e.g. threshold for m2po; on the command line --objective.threshold 0.02."""
     normalize_advantages: Literal["std", "none"] = "std"
     """Divide group advantages by the sample standard deviation (GRPO) or by nothing (Dr. GRPO)."""
 
@@ -334,7 +335,9 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted field -> value of a (nested) dataclass or dict."""
-    items = config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    items = (
+        config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    )
     flat: dict[str, Any] = {}
     for key, value in items.items():
         if isinstance(value, dict) or dataclasses.is_dataclass(value):

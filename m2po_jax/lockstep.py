@@ -93,9 +93,7 @@ class Lockstep:
         self.optimizer = make_optimizer(config.learner)
         self.update = make_update(self.spec, self.optimizer)
         self.generator = Generator(store, info.run_id, config, self.task, self.model)
-        self.held_out = HeldOut(
-            Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed
-        )
+        self.held_out = HeldOut(Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed)
         self.delay_line = {
             "k": config.staleness.k,
             "updates_per_batch": config.learner.updates_per_batch,

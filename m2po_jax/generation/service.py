@@ -56,9 +56,7 @@ class Generator:
 
     def _start(self, unit: UnitId, params: Any) -> tuple[list[Problem], Generated]:
         config = self.config
-        problems = self.task.draw(
-            config.rollouts.prompts_per_unit, (config.seed, unit.version, unit.batch, unit.unit)
-        )
+        problems = self.task.draw(config.rollouts.prompts_per_unit, (config.seed, unit.version, unit.batch, unit.unit))
         stream = jax.random.split(jax.random.key(config.seed), 3)[0]
         groups, samples = self._rows(unit)
         keys = sampling_keys(stream, np.uint32(unit.version), groups.astype(np.uint32), samples.astype(np.uint32))

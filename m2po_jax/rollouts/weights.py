@@ -39,7 +39,7 @@ def params_digest(params: Any) -> str:
     leaves = _named_leaves(params)
     state = hashlib.sha256()
     for path in sorted(leaves):
-        array = np.ascontiguousarray(leaves[path])
+        array = np.ascontiguousarray(jax.device_get(leaves[path]))
         state.update(f"{path} {array.dtype.name} {np.shape(leaves[path])}\n".encode())
         state.update(array.reshape(-1).view(np.uint8).data)
     return state.hexdigest()
@@ -52,7 +52,7 @@ def publish(store: Store, version: int, params: Any) -> Published:
     A version that is there already is kept: with the same digest that is success, with another one it is also
     reported as a warning, and the digest of what is there is returned. Raises UserError when the disk is full.
     """
-    params = jax.tree.map(np.asarray, params)
+    params = jax.device_get(params)
     with _PUBLISHING:
         _sweep(store, version)
         published = _save(store, version, params, params_digest(params))

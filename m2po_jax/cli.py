@@ -1,0 +1,203 @@
+"""The `m2po` command. Exit codes: 0 done, 2 bad input (one line says what and how to mend it), 1 failure, 130 stopped."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from m2po_jax import __version__
+from m2po_jax.config import Config, UserError
+
+STOPPED = 130
+
+OBJECTIVE_FLAG = "--objective.name"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Where to run, and the configuration, each field of which is a flag."""
+
+    run: str | None = None
+    """Run directory; resumed if it exists with the same configuration. Default: runs/NAME."""
+    base: str | None = None
+    """Another run whose version 0 becomes the base policy, in place of a warm start."""
+    config: Annotated[Config, arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Which experiment, where, and for which seeds."""
+
+    experiment: Positional[str]
+    """An experiment file, such as experiments/quickstart.py."""
+    runs: str = "runs/sweep"
+    """Folder for the runs, the report and its figures."""
+    seeds: tuple[int, ...] = ()
+    """Seeds to run every arm with. Default: the seed in each configuration."""
+    only: tuple[str, ...] = ()
+    """Names of the arms to run. Default: all."""
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Which runs, and where the page goes."""
+
+    runs: Positional[tuple[str, ...]]
+    """Run directories, or folders of runs."""
+    output: str | None = None
+    """Folder or .html file. Default: the run itself, or the folder that the runs share."""
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Which run to look into."""
+
+    run: Positional[str]
+    """Run directory."""
+    all: bool = False
+    """List every version, not only the first and last few."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+    except UserError as error:
+        print(f"m2po: {error}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        print("m2po: stopped at once; the same command resumes from the last checkpoint", file=sys.stderr)
+        code = STOPPED
+    except BrokenPipeError:  # the reader of our output has gone, as in `m2po inspect RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+
+
+def train(arguments: list[str]) -> int:
+    """Train one configuration in lockstep: generation and learning in one process.
+
+    Example: m2po train experiments/quickstart.py:m2po-s256 --run runs/mine --learner.learning-rate 5e-5
+    """
+    from m2po_jax import catalog
+
+    reference = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if reference is None and not {"-h", "--help"} & set(arguments):
+        raise UserError("name a configuration: m2po train experiments/quickstart.py:m2po-s256 (or a run to resume)")
+    config = catalog.resolved(Config()) if reference is None else catalog.find_config(reference)
+    if objective := _flag(arguments, OBJECTIVE_FLAG):
+        config = catalog.with_objective(config, objective)
+    prog = "m2po train CONFIG"
+    options = tyro.cli(
+        TrainOptions,
+        default=TrainOptions(config=config),
+        args=arguments[1:] if reference else arguments,
+        prog=prog,
+        description=train.__doc__,
+    )
+    run = options.run or (reference if reference and os.path.isdir(reference) else f"runs/{options.config.name}")
+    return _train(options, run)
+
+
+def _train(options: TrainOptions, run: str) -> int:
+    from m2po_jax import lockstep
+    from m2po_jax.analysis import report
+    from m2po_jax.progress import TerminalProgress
+
+    with TerminalProgress(options.config.name) as progress:
+        outcome = lockstep.train(options.config, run, progress, options.base)
+    if not outcome.finished:
+        print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
+        return STOPPED
+    print(f"finished {run} at version {outcome.version}; report: {report.write([run])}")
+    return 0
+
+
+def sweep(arguments: list[str]) -> int:
+    """Run every configuration of an experiment file, skipping what is done; write the report and print the table.
+
+    Example: m2po sweep experiments/quickstart.py --runs runs/quickstart --seeds 1 2 3
+    """
+    from m2po_jax import catalog
+    from m2po_jax.sweep import sweep as run_sweep
+
+    options = tyro.cli(SweepOptions, args=arguments, prog="m2po sweep", description=sweep.__doc__)
+    configs = catalog.find_experiment(options.experiment)
+    if options.only:
+        configs = tuple(catalog.find_config(f"{options.experiment}:{name}") for name in options.only)
+    return 0 if run_sweep(configs, options.seeds or None, options.runs, Console()) else STOPPED
+
+
+def report(arguments: list[str]) -> int:
+    """Write one self-contained HTML page and PNG figures about one run or many.
+
+    Example: m2po report runs/quickstart
+    """
+    from m2po_jax.analysis import report as page
+
+    options = tyro.cli(ReportOptions, args=arguments, prog="m2po report", description=report.__doc__)
+    if not options.runs:
+        raise UserError("name a run, or a folder of runs: m2po report runs/quickstart")
+    print(page.write(options.runs, options.output))
+    return 0
+
+
+def inspect(arguments: list[str]) -> int:
+    """List versions, shards, ages and rewards of a run, and verify every shard; exit 1 if one fails.
+
+    Example: m2po inspect runs/quickstart/m2po-s256/seed-0
+    """
+    from m2po_jax.analysis import inspect as inspection
+
+    options = tyro.cli(InspectOptions, args=arguments, prog="m2po inspect", description=inspect.__doc__)
+    found = inspection.inspect(options.run)
+    Console().print(inspection.render(found, options.all))
+    return 0 if found.well else 1
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "sweep": sweep,
+    "report": report,
+    "inspect": inspect,
+}
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        print(f"m2po-jax {__version__}")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"there is no command {name!r}: {hint}Commands are {', '.join(COMMANDS)}")
+    return COMMANDS[name](rest)
+
+
+def _usage() -> str:
+    lines = ["usage: m2po COMMAND ... (m2po COMMAND --help says more)", ""]
+    for name, command in COMMANDS.items():
+        summary, _, example = (command.__doc__ or "").partition("Example:")
+        lines += [f"  {name:9}{' '.join(summary.split())}", f"           {example.strip()}"]
+    return "\n".join(lines)
+
+
+def _flag(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of a flag that must be known before the others can be parsed."""
+    for index, argument in enumerate(arguments):
+        if argument == flag and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+    return None
