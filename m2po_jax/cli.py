@@ -1,4 +1,4 @@
-"""The `m2po` command. Exit codes: 0 done, 2 bad input (one line says what and how to mend it), 1 failure, 130 stopped."""
+"""The `m2po` command. Exit codes: 0 done, 2 bad input (one line, with the fix), 1 failure, 130 stopped."""
 
 import difflib
 import os

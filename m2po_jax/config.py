@@ -6,6 +6,7 @@ updates unless a field says otherwise.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -176,7 +177,7 @@ class ObjectiveConfig:
     name: str = "m2po"
     """Row of the objectives table."""
     hyperparameters: Annotated[dict[str, float], tyro.conf.arg(name="")] = field(default_factory=dict)
-    """Overrides of the objective's own defaults, e.g. threshold for m2po; on the command line --objective.threshold 0.02."""
+    """Overrides of the objective's own defaults; on the command line e.g. --objective.threshold 0.02."""
     normalize_advantages: Literal["std", "none"] = "std"
     """Divide group advantages by the sample standard deviation (GRPO) or by nothing (Dr. GRPO)."""
 
@@ -355,7 +356,7 @@ def _converter() -> cattrs.Converter:
     return converter
 
 
-def _strictly(kind: type | tuple[type, ...]):
+def _strictly(kind: type | tuple[type, ...]) -> Callable[[Any, type], Any]:
     def structure(value: Any, _: type) -> Any:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{value!r} is a {type(value).__name__}")

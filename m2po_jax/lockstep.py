@@ -19,7 +19,7 @@ from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.metrics import MetricsLog
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
 from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_update
-from m2po_jax.learner.warm_start import warm_start
+from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer
 from m2po_jax.rollouts import (
     BadShard,
@@ -262,7 +262,7 @@ class Lockstep:
     def _cursor(self, version: int) -> Cursor:
         return Cursor(version, *exactly(version, **self.delay_line))
 
-    def _demonstrations(self, step: int):
+    def _demonstrations(self, step: int) -> Demonstrations:
         tokenizer, seed = self.task.tokenizer, self.config.seed
         problems = self.task.draw(self.config.warm_start.batch_size, (seed, step, 0, 0, 1))
         prompts = [tokenizer.encode(problem.prompt) for problem in problems]

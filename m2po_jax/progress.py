@@ -13,7 +13,7 @@ from m2po_jax.analysis.figures import sparkline
 
 
 class TerminalProgress:
-    """Shows one run at a time; as a context manager it also turns the first Ctrl-C or SIGTERM into a request to stop."""
+    """Shows one run; as a context manager it also turns the first Ctrl-C or SIGTERM into a request to stop."""
 
     def __init__(self, name: str):
         """`name` stands before the bar."""

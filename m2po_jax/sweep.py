@@ -25,7 +25,7 @@ def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, con
     Returns:
         False if someone asked to stop.
     """
-    planned = [replace(config, seed=seed) for seed in seeds or [None] for config in configs] if seeds else list(configs)
+    planned = [replace(config, seed=seed) for seed in seeds or () for config in configs] or list(configs)
     for number, config in enumerate(planned, start=1):
         run = run_directory(runs, config)
         if _finished(run, config):

@@ -1,13 +1,13 @@
 """The decode engine: left-padded prompts in, sampled token ids and their float32 log-probs out."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from m2po_jax.models.transformer import Cache, Transformer, positions
+from m2po_jax.models.transformer import Cache, Transformer, forward, logits_of, positions
 
 
 class Generated(NamedTuple):
@@ -73,9 +73,8 @@ def generate(
     """
     valid_QS = jnp.pad(prompt_valid_QP, ((0, 0), (0, max_new_tokens)))
     cache = Cache.zeros(model.config, prompt_tokens_QP.shape[0], valid_QS.shape[1])
-    forward = partial(model.apply, {"params": params})
-    hidden_QPD, cache = forward(prompt_tokens_QP, positions(prompt_valid_QP), valid_QS, cache, 0)
-    last_logits_QV = forward(hidden_QPD[:, -1], method=Transformer.logits)
+    hidden_QPD, filled = forward(model, params, prompt_tokens_QP, positions(prompt_valid_QP), valid_QS, cache)
+    last_logits_QV = logits_of(model, params, hidden_QPD[:, -1])
 
     repeat = partial(jnp.repeat, repeats=samples_per_prompt, axis=0)
     valid_BS = repeat(valid_QS)
@@ -97,12 +96,12 @@ def generate(
         slot = prompt_slots + carry.step
         slots_valid_BS = valid_BS | _between(prompt_slots, slot, valid_BS.shape[1])
         hidden_B1D, cache = forward(
-            tokens_B[:, None], (lengths_B + carry.step)[:, None], slots_valid_BS, carry.cache, slot
+            model, params, tokens_B[:, None], (lengths_B + carry.step)[:, None], slots_valid_BS, carry.cache, slot
         )
         return _Carry(
             step=carry.step + 1,
-            logits_BV=forward(hidden_B1D[:, 0], method=Transformer.logits),
-            cache=cache,
+            logits_BV=logits_of(model, params, hidden_B1D[:, 0]),
+            cache=cast(Cache, cache),
             tokens_BT=write(carry.tokens_BT, tokens_B[:, None]),
             logprobs_BT=write(carry.logprobs_BT, jnp.where(carry.done_B, 0.0, logprobs_B)[:, None]),
             done_B=carry.done_B | (sampled_B == eos_id),
@@ -111,15 +110,16 @@ def generate(
     start = _Carry(
         step=jnp.int32(0),
         logits_BV=repeat(last_logits_QV),
-        cache=cache.repeat(samples_per_prompt),
+        cache=cast(Cache, filled).repeat(samples_per_prompt),
         tokens_BT=jnp.full(shape, pad_id, jnp.int32),
         logprobs_BT=jnp.zeros(shape, jnp.float32),
         done_B=jnp.zeros(shape[:1], bool),
     )
     unfinished = lambda c: (c.step < max_new_tokens) & ~jnp.all(c.done_B)  # noqa: E731
     end = jax.lax.while_loop(unfinished, step, start)
-    ended_before_BT = jnp.cumsum(end.tokens_BT == eos_id, axis=1) - (end.tokens_BT == eos_id) > 0
-    return Generated(end.tokens_BT, end.logprobs_BT, ~ended_before_BT, end.done_B)
+    ends_BT = (end.tokens_BT == eos_id).astype(jnp.int32)
+    first_or_before_BT = jnp.cumsum(ends_BT, axis=1) == ends_BT  # so the padding may be the end token itself
+    return Generated(end.tokens_BT, end.logprobs_BT, first_or_before_BT, end.done_B)
 
 
 def _between(low: int, high: Array, size: int) -> Array:

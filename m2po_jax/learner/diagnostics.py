@@ -19,7 +19,7 @@ def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Arr
     kept_BT = spec.objective.kept(logprobs_BT, batch.behavior_logprobs, advantages_B1, batch.response_mask)
     return {
         "policy_logprob": logprobs_BT,
-        "behavior_logprob": batch.behavior_logprobs,
+        "behavior_logprob": jax.numpy.asarray(batch.behavior_logprobs),
         "log_ratio": logprobs_BT - batch.behavior_logprobs,
         "advantage": jax.numpy.broadcast_to(advantages_B1, logprobs_BT.shape),
         "entropy": entropy_BT,

@@ -55,8 +55,10 @@ def warm_start(
 
 
 @partial(jax.jit, static_argnames=("model", "optimizer"), donate_argnums=(0, 1))
-def _supervised_step(params, opt_state, batch: Demonstrations, model: Transformer, optimizer):
-    def loss_fn(params):
+def _supervised_step(
+    params: Any, opt_state: Any, batch: Demonstrations, model: Transformer, optimizer: optax.GradientTransformation
+) -> tuple[Any, Any]:
+    def loss_fn(params: Any) -> Array:
         logprobs_BT, _ = response_logprobs(model, params, *batch)
         return -jnp.sum(logprobs_BT) / jnp.sum(batch[3])
 

@@ -1,21 +1,24 @@
 """Log-prob and entropy of given tokens, in chunks, so that the logits of a whole batch are never held."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from m2po_jax.models.transformer import Transformer, positions
+from m2po_jax.models.transformer import Transformer, forward, logits_of, positions
 
 CHUNK_TOKENS = 4096
 
 
 def response_logprobs(
     model: Transformer,
-    params: dict,
-    prompt_tokens_BP: Array,
-    prompt_valid_BP: Array,
-    response_tokens_BT: Array,
-    response_mask_BT: Array,
+    params: Any,
+    prompt_tokens_BP: Array | np.ndarray,
+    prompt_valid_BP: Array | np.ndarray,
+    response_tokens_BT: Array | np.ndarray,
+    response_mask_BT: Array | np.ndarray,
     temperature: float | Array = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Array, Array]:
@@ -34,14 +37,21 @@ def response_logprobs(
     """
     tokens_BS = jnp.concatenate([prompt_tokens_BP, response_tokens_BT], axis=1)
     valid_BS = jnp.concatenate([prompt_valid_BP, response_mask_BT], axis=1)
-    hidden_BSD, _ = model.apply({"params": params}, tokens_BS, positions(valid_BS), valid_BS)
+    hidden_BSD, _ = forward(model, params, tokens_BS, positions(valid_BS), valid_BS)
     before = prompt_tokens_BP.shape[1] - 1
     hidden_BTD = hidden_BSD[:, before : before + response_tokens_BT.shape[1]]
     logprobs_BT, entropy_BT = _chunked(model, params, hidden_BTD, response_tokens_BT, temperature, chunk_tokens)
     return jnp.where(response_mask_BT, logprobs_BT, 0.0), jnp.where(response_mask_BT, entropy_BT, 0.0)
 
 
-def _chunked(model, params, hidden_BTD, tokens_BT, temperature, chunk_tokens):
+def _chunked(
+    model: Transformer,
+    params: Any,
+    hidden_BTD: Array,
+    tokens_BT: Array | np.ndarray,
+    temperature: float | Array,
+    chunk_tokens: int,
+) -> tuple[Array, Array]:
     count = tokens_BT.size
     if count <= chunk_tokens:
         return _logprob_and_entropy(model, params, hidden_BTD, tokens_BT, temperature)
@@ -50,17 +60,21 @@ def _chunked(model, params, hidden_BTD, tokens_BT, temperature, chunk_tokens):
     targets = jnp.pad(tokens_BT.reshape(count), (0, padding))
 
     @jax.checkpoint
-    def chunk(_, inputs):
-        return None, _logprob_and_entropy(model, params, *inputs, temperature)
+    def chunk(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        hidden, tokens = inputs
+        return None, _logprob_and_entropy(model, params, hidden, tokens, temperature)
 
     split = lambda x: x.reshape(-1, chunk_tokens, *x.shape[1:])  # noqa: E731
     _, outputs = jax.lax.scan(chunk, None, (split(rows), split(targets)))
-    return tuple(x.reshape(-1)[:count].reshape(tokens_BT.shape) for x in outputs)
+    logprobs, entropy = (x.reshape(-1)[:count].reshape(tokens_BT.shape) for x in outputs)
+    return logprobs, entropy
 
 
-def _logprob_and_entropy(model, params, hidden, tokens, temperature):
-    logits = model.apply({"params": params}, hidden, method=Transformer.logits) / temperature
+def _logprob_and_entropy(
+    model: Transformer, params: Any, hidden: Array, tokens: Array | np.ndarray, temperature: float | Array
+) -> tuple[Array, Array]:
+    logits = logits_of(model, params, hidden) / temperature
     all_logprobs = jax.nn.log_softmax(logits)
-    logprobs = jnp.take_along_axis(all_logprobs, tokens[..., None], axis=-1)[..., 0]
+    logprobs = jnp.take_along_axis(all_logprobs, jnp.asarray(tokens)[..., None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
     return logprobs, entropy

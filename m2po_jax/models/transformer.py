@@ -4,7 +4,7 @@ Axis letters: B sequence, T token, S cache slot, D width, H query head, K key/va
 V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth costs no compile time.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         scale_D = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x32 = x.astype(jnp.float32)
         normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (normalised * scale_D).astype(x.dtype)
+        return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
 
 
 def rotate(x_BTHd: Array, positions_BT: Array, theta: float) -> Array:
@@ -61,7 +61,9 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int):
+    def __call__(
+        self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int
+    ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
         heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
@@ -86,7 +88,9 @@ class Block(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int):
+    def __call__(
+        self, x_BTD: Array, positions_BT: Array, mask_BTS: Array, cache: Cache | None, index: Array | int
+    ) -> tuple[Array, Cache | None]:
         """Returns the residual stream (B, T, D) and this layer's cache."""
         c = self.config
         dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
@@ -164,3 +168,22 @@ class Transformer(nn.Module):
 def positions(valid_BT: Array) -> Array:
     """Rotary positions that count real tokens only, so that padding on either side changes nothing."""
     return jnp.maximum(jnp.cumsum(valid_BT.astype(jnp.int32), axis=1) - 1, 0)
+
+
+def forward(
+    model: Transformer,
+    params: Any,
+    tokens_BT: Array,
+    positions_BT: Array,
+    valid_BS: Array,
+    cache: Cache | None = None,
+    index: Array | int = 0,
+) -> tuple[Array, Cache | None]:
+    """`Transformer.__call__` as a function of its parameters."""
+    output = model.apply({"params": params}, tokens_BT, positions_BT, valid_BS, cache, index)
+    return cast(tuple[Array, Cache | None], output)
+
+
+def logits_of(model: Transformer, params: Any, hidden: Array) -> Array:
+    """`Transformer.logits` as a function of its parameters: float32 (..., V) of hidden states (..., D)."""
+    return cast(Array, model.apply({"params": params}, hidden, method=Transformer.logits))

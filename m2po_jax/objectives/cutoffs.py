@@ -12,6 +12,7 @@ has the right sign always.
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -24,6 +25,7 @@ _INFINITY_BITS = 0x7F800000
 TwoFloat = tuple[Array, Array]
 
 
+@jax.jit
 def mask_cutoff(
     second_moment: Float[Array, "B T"], trust_region: Bool[Array, "B T"], threshold: Float[Array, ""]
 ) -> Float[Array, ""]:
@@ -49,6 +51,7 @@ def mask_cutoff(
     return _float(_largest_without_excess(excess, second_moment))
 
 
+@jax.jit
 def clip_cutoff(
     second_moment: Float[Array, "B T"], trust_region: Bool[Array, "B T"], threshold: Float[Array, ""]
 ) -> Float[Array, ""]:

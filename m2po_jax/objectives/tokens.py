@@ -48,7 +48,7 @@ def prepare(
 
 def ratio_of(log_ratio: Array) -> Array:
     """exp(log ratio) with the exponent clamped to +-MAX_EXPONENT; the gradient is 0 at the clamp and beyond."""
-    return jnp.exp(jnp.clip(log_ratio, -MAX_EXPONENT, MAX_EXPONENT))
+    return jnp.exp(lax.clamp(-MAX_EXPONENT, log_ratio, MAX_EXPONENT))
 
 
 def trust_region_of(tokens: Tokens) -> Bool[Array, "B T"]:

@@ -107,9 +107,10 @@ def test_with_and_without_jit(name):
 @every_objective
 def test_vmap_over_batches(name):
     stacked = [jnp.stack(x) for x in zip(*(batches.normal_batch(seed) for seed in range(3)), strict=True)]
-    losses, _ = jax.vmap(objectives.get(name))(*stacked)
+    losses, _ = jax.jit(jax.vmap(objectives.get(name)))(*stacked)
     for i in range(3):
-        np.testing.assert_allclose(losses[i], objectives.get(name)(*(x[i] for x in stacked))[0], rtol=1e-5)
+        expected = jitted_gradient_of(objectives.get(name), *(x[i] for x in stacked))[0]
+        np.testing.assert_allclose(losses[i], expected, rtol=1e-5)
 
 
 @every_objective
@@ -136,7 +137,7 @@ def test_what_the_padding_holds_does_not_matter(name):
 def test_the_gradient_reaches_the_policy_alone(name):
     policy, behavior, advantages, mask = batches.normal_batch(9)
     loss_of = lambda *arrays: objectives.get(name)(*arrays, mask)[0]  # noqa: E731
-    by_behavior, by_advantages = jax.grad(loss_of, argnums=(1, 2))(policy, behavior, advantages)
+    by_behavior, by_advantages = jax.jit(jax.grad(loss_of, argnums=(1, 2)))(policy, behavior, advantages)
     assert not np.any(by_behavior) and not np.any(by_advantages)
 
 
@@ -150,8 +151,8 @@ def test_optional_inputs_are_taken_and_leave_these_objectives_alone(name):
         "staleness": np.zeros(len(mask), np.int32),
         "finish_reason": np.zeros(len(mask), np.int32),
     }
-    objective = objectives.get(name)
-    assert float(objective(*arrays, **optional)[0]) == float(objective(*arrays)[0])
+    objective = jax.jit(objectives.get(name))
+    np.testing.assert_allclose(objective(*arrays, **optional)[0], objective(*arrays)[0], rtol=1e-6)
     for key in optional:
         with pytest.raises(TypeError, match=f"parameter '{key}'"):
             objective(*arrays, **(optional | {key: np.zeros((9, 9), np.float32)}))
@@ -164,7 +165,7 @@ def test_an_empty_batch_gives_zeros(name):
         arrays = (policy, behavior, advantages, nothing)
         if nothing is None:
             arrays = tuple(x[:0] for x in (policy, behavior, advantages, np.zeros(policy.shape, bool)))
-        loss, metrics, gradient = gradient_of(objectives.get(name), *arrays)
+        loss, metrics, gradient = jitted_gradient_of(objectives.get(name), *arrays)
         assert float(loss) == 0.0 and not np.any(gradient)
         assert all(float(value) == 0.0 for value in metrics.values()), metrics
 
@@ -178,7 +179,7 @@ MASK = np.asarray([[True, True, True], [True, True, False]])
 def hand_loss(name, **hyperparameters):
     log_ratio = np.log(RATIOS).astype(np.float32)
     objective = objectives.get(name, **hyperparameters)
-    loss, _, gradient = gradient_of(objective, log_ratio, np.zeros_like(log_ratio), ADVANTAGES, MASK)
+    loss, _, gradient = jitted_gradient_of(objective, log_ratio, np.zeros_like(log_ratio), ADVANTAGES, MASK)
     return float(loss), np.asarray(gradient)
 
 
@@ -227,5 +228,7 @@ def test_gspo_by_hand():
 def test_no_signal_no_gradient_for_every_objective():
     policy, behavior, _, mask = batches.normal_batch(12)
     for name in objectives.names():
-        _, metrics, gradient = gradient_of(objectives.get(name), policy, behavior, np.zeros((4, 1), np.float32), mask)
+        _, metrics, gradient = jitted_gradient_of(
+            objectives.get(name), policy, behavior, np.zeros((4, 1), np.float32), mask
+        )
         assert not np.any(gradient) and float(metrics["no_signal_frac"]) == 1.0

@@ -114,6 +114,17 @@ def test_retired_weights_are_gone_and_may_be_retired_again(store):
     assert sorted(os.listdir(store.local_path / "weights")) == ["00000004", "LATEST"]
 
 
+def test_leftovers_of_a_crash_do_not_count_and_are_swept(store):
+    weights.publish(store, 0, make_params())
+    root = store.local_path / "weights"
+    for name in ("00000004.orbax-checkpoint-tmp-17", "00000000.deleting-12ab34cd", "00000008.orbax-checkpoint-tmp"):
+        (root / name).mkdir()
+        (root / name / "part").write_bytes(b"x")
+    assert weights.versions(store) == [0]
+    weights.publish(store, 4, make_params())
+    assert sorted(os.listdir(root)) == ["00000000", "00000004", "00000008.orbax-checkpoint-tmp", "LATEST"]
+
+
 def test_weights_of_another_shape_are_named(store):
     params = make_params(width=8)
     weights.publish(store, 4, params)
