@@ -31,6 +31,11 @@ def find_config(reference: str) -> Config:
     return resolved(open_run(path)[1].config)
 
 
+def names_run(reference: str) -> bool:
+    """Whether a reference is a run (a directory or URL), being neither an experiment nor a saved configuration."""
+    return ".py:" not in reference and not reference.endswith((".py", ".json"))
+
+
 def find_experiment(path: str) -> tuple[Config, ...]:
     """All configurations of an experiment file, from its `configs()`, with the objectives' defaults filled in."""
     file = Path(path)

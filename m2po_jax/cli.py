@@ -102,8 +102,8 @@ def train(arguments: list[str]) -> int:
         prog=prog,
         description=train.__doc__,
     )
-    run = options.run or (reference if reference and os.path.isdir(reference) else f"runs/{options.config.name}")
-    return _train(options, run)
+    resumed = reference if reference and catalog.names_run(reference) else None
+    return _train(options, options.run or resumed or f"runs/{options.config.name}")
 
 
 def _train(options: TrainOptions, run: str) -> int:

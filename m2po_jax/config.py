@@ -93,6 +93,8 @@ class WarmStartConfig:
 
     target_accuracy: float = 0.3
     """Stop at the first check at which sampled held-out accuracy reaches this."""
+    slip_rate: float = 0.25
+    """Share of the running sums in the demonstrations that are wrong: an imitator knows more than it samples."""
     max_steps: int = 4000
     """Give up, with an error, after this many supervised steps."""
     check_every: int = 20
@@ -107,8 +109,10 @@ class WarmStartConfig:
             0.0 <= self.target_accuracy < 1.0,
             f"warm_start.target_accuracy is {self.target_accuracy}: use a share in [0, 1)",
         )
+        _require(0.0 <= self.slip_rate < 1.0, f"warm_start.slip_rate is {self.slip_rate}: use a share in [0, 1)")
         for name in ("max_steps", "check_every", "batch_size"):
             _require(getattr(self, name) >= 1, f"warm_start.{name} is {getattr(self, name)}: use 1 or more")
+        _require(self.learning_rate > 0, f"warm_start.learning_rate is {self.learning_rate}: use a positive number")
 
 
 @dataclass(frozen=True)
@@ -195,7 +199,7 @@ class LearnerConfig:
     learning_rate: float = 3e-5
     """Peak AdamW learning rate."""
     warmup_updates: int = 10
-    """Updates of linear warm-up from zero; constant after it."""
+    """Updates of linear warm-up, the first at learning_rate / warmup_updates; constant after it."""
     adam_b1: float = 0.9
     """AdamW decay of the first moment."""
     adam_b2: float = 0.999
@@ -221,7 +225,12 @@ class LearnerConfig:
             _require(value is None or value >= 1, f"learner.{name} is {value}: use 1 or more, or None")
         _require(self.learning_rate > 0, f"learner.learning_rate is {self.learning_rate}: use a positive number")
         _require(self.clip_norm > 0, f"learner.clip_norm is {self.clip_norm}: use a positive number")
-        _require(self.warmup_updates >= 0, f"learner.warmup_updates is {self.warmup_updates}: use 0 or more")
+        for name in ("warmup_updates", "weight_decay"):
+            _require(getattr(self, name) >= 0, f"learner.{name} is {getattr(self, name)}: use 0 or more")
+        for name in ("adam_b1", "adam_b2"):
+            value = getattr(self, name)
+            _require(0.0 <= value < 1.0, f"learner.{name} is {value}: use a number in [0, 1)")
+        _require(self.adam_eps > 0, f"learner.adam_eps is {self.adam_eps}: use a positive number")
         for name, unit in (
             ("checkpoint_every", self.updates_per_batch),
             ("total_updates", self.updates_per_batch),
@@ -288,7 +297,12 @@ class Config:
             f"staleness.k {self.staleness.k} is not a multiple of the publishing interval"
             f" {learner.publish_interval}: no version of that age exists",
         )
-        needed = 3 * (self.task.max_operands - 1)
+        _require(
+            self.evaluation.every % learner.updates_per_batch == 0,
+            f"evaluation.every {self.evaluation.every} is not a multiple of learner.updates_per_batch"
+            f" {learner.updates_per_batch}",
+        )
+        needed = sum(len(str(9 * terms)) + 1 for terms in range(2, self.task.max_operands + 1))
         _require(
             self.sampling.max_new_tokens >= needed,
             f"sampling.max_new_tokens {self.sampling.max_new_tokens} is too short for"

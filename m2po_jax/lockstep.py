@@ -116,9 +116,15 @@ class Lockstep:
                 jax.random.split(jax.random.key(self.config.seed), 3)[2],
                 self._demonstrations,
                 lambda params, step: self.held_out.accuracy(params, step).value,
-                lambda step, accuracy: self.progress.warm_start(step, accuracy, config.target_accuracy),
+                self._watch_warm_start,
             )
         weights.publish(self.store, 0, params)
+
+    def _watch_warm_start(self, step: int, accuracy: float) -> None:
+        target = self.config.warm_start.target_accuracy
+        self.progress.warm_start(step, accuracy, target)
+        if accuracy < target and self.progress.stopping():
+            raise KeyboardInterrupt  # there is nothing to save yet; the warm start begins anew
 
     def run(self) -> Outcome:
         """Train from the newest checkpoint, or from version 0, to the end or until asked to stop."""
@@ -263,10 +269,10 @@ class Lockstep:
         return Cursor(version, *exactly(version, **self.delay_line))
 
     def _demonstrations(self, step: int) -> Demonstrations:
-        tokenizer, seed = self.task.tokenizer, self.config.seed
-        problems = self.task.draw(self.config.warm_start.batch_size, (seed, step, 0, 0, 1))
-        prompts = [tokenizer.encode(problem.prompt) for problem in problems]
-        answers = [[*tokenizer.encode(problem.demonstration), tokenizer.eos_id] for problem in problems]
+        tokenizer, config = self.task.tokenizer, self.config.warm_start
+        worked = self.task.demonstrations(config.batch_size, config.slip_rate, (self.config.seed, step, 0, 0, 1))
+        prompts = [tokenizer.encode(problem.prompt) for problem, _ in worked]
+        answers = [[*tokenizer.encode(answer), tokenizer.eos_id] for _, answer in worked]
         return (
             *left_padded(prompts, self.task.max_prompt_tokens, tokenizer.pad_id),
             *right_padded(answers, self.config.sampling.max_new_tokens, tokenizer.pad_id),
@@ -282,6 +288,7 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None)
         UserError: bad configuration, a run with another configuration, an unusable store.
     """
     objectives.get(config.objective.name, **config.objective.hyperparameters)
+    ArithmeticTask(config.task).held_out(config.evaluation.prompts)  # refused before the run directory is made
     store = Store.open(run, create=True)
     lockstep = Lockstep(store, create_or_resume(store, config), progress)
     lockstep.base_policy(base)

@@ -35,7 +35,9 @@ def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, con
         if not _train(config, run, _sibling(planned, runs, config)).finished:
             console.print(f"stopped; the same command resumes {run} and goes on", markup=False)
             return False
-        console.print(f"report: {report.write([runs])}", markup=False, soft_wrap=True)
+        if number < len(planned):
+            report.write([runs])  # an early look
+    console.print(f"report: {report.write([runs])}", markup=False, soft_wrap=True)
     summarise(runs, console)
     return True
 
@@ -72,17 +74,18 @@ def _sibling(planned: Sequence[Config], runs: str, config: Config) -> str | None
     """A run of the sweep whose base policy is this run's too, if it has one already."""
     for other in planned:
         run = run_directory(runs, other)
-        if other is not config and _base_of(other) == _base_of(config) and _has_base(run):
+        if other is not config and _has_base(run, config):
             return run
     return None
 
 
-def _has_base(run: str) -> bool:
+def _has_base(run: str, config: Config) -> bool:
+    """Whether there is a run whose version 0 was made as `config` would make it."""
     try:
-        store, _ = open_run(run)
+        store, info = open_run(run)
     except UserError:
         return False
-    return 0 in weights.versions(store)
+    return _base_of(info.config) == _base_of(config) and 0 in weights.versions(store)
 
 
 _base_of: Callable[[Config], tuple] = lambda c: (  # noqa: E731

@@ -54,7 +54,7 @@ def apply_gradients(
 
     Returns the next state, and metrics `grad_norm` (before clipping) and `skipped` (1.0 or 0.0), float32 scalars.
     """
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

@@ -11,6 +11,8 @@ from m2po_jax.tasks.grading import Verdict, grade
 from m2po_jax.tasks.tokenizer import CharTokenizer
 
 _HASH_RANGE = 2**64
+_MOST_REFUSED = 20_000
+"""Draws in a row from the wrong side of the split, after which the other side counts as empty."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,26 @@ class ArithmeticTask:
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest worked response with its end token: two digits and a comma a step."""
-        return 3 * (self.config.max_operands - 1)
+        """Longest worked response with its end token: the one to nines alone."""
+        return len(make_problem([9] * self.config.max_operands).demonstration) + 1
 
     def draw(self, count: int, seed: tuple[int, ...]) -> list[Problem]:
-        """`count` training problems, with repetition, none of them held out."""
+        """`count` training problems, with repetition, none of them held out.
+
+        Raises:
+            ConfigError: the task has next to no training prompts.
+        """
         stream = self._stream(seed, held_out=False)
         return [next(stream) for _ in range(count)]
+
+    def demonstrations(self, count: int, slip_rate: float, seed: tuple[int, ...]) -> list[tuple[Problem, str]]:
+        """`count` training problems, each with a worked response of a student who slips.
+
+        Each running sum is off by one or two with probability `slip_rate`, and the chain goes on from the wrong one:
+        a base policy that imitates this knows how to add, but samples the right answer only some of the time.
+        """
+        rng = np.random.default_rng([*seed, 2])
+        return [(problem, _slipped(problem, slip_rate, rng)) for problem in self.draw(count, seed)]
 
     def held_out(self, count: int) -> list[Problem]:
         """`count` different held-out problems, the same for every seed and run of one task configuration.
@@ -80,15 +95,36 @@ class ArithmeticTask:
         return grade(response_text, gold_answer)
 
     def _stream(self, seed: tuple[int, ...], held_out: bool) -> Iterator[Problem]:
-        rng = np.random.default_rng([*seed, int(held_out)])
+        """Problems of one side of the split, without end; ConfigError if there are too few to be found."""
+        refused = 0
+        for problem in self._all_problems(np.random.default_rng([*seed, int(held_out)])):
+            if self.is_held_out(problem.prompt) == held_out:
+                refused = 0
+                yield problem
+            elif (refused := refused + 1) == _MOST_REFUSED:
+                side = "held-out" if held_out else "training"
+                raise ConfigError(
+                    f"task.held_out_fraction {self.config.held_out_fraction} leaves next to no {side} prompts:"
+                    " move it towards 0.5, or raise task.max_operands"
+                )
+
+    def _all_problems(self, rng: np.random.Generator) -> Iterator[Problem]:
         low, high = self.config.min_operands, self.config.max_operands
         while True:
             lengths = rng.integers(low, high, size=256, endpoint=True)
             digits = rng.integers(0, 9, size=(256, high), endpoint=True)
             for length, row in zip(lengths, digits, strict=True):
-                problem = make_problem(row[:length].tolist())
-                if self.is_held_out(problem.prompt) == held_out:
-                    yield problem
+                yield make_problem(row[:length].tolist())
+
+
+def _slipped(problem: Problem, slip_rate: float, rng: np.random.Generator) -> str:
+    total, *others = (int(operand) for operand in problem.prompt[:-1].split("+"))
+    sums = []
+    for operand in others:
+        slip = rng.choice([-2, -1, 1, 2]) if rng.random() < slip_rate else 0
+        total = max(0, total + operand + int(slip))
+        sums.append(total)
+    return ",".join(map(str, sums))
 
 
 def make_problem(operands: list[int]) -> Problem:

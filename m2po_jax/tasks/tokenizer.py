@@ -38,8 +38,9 @@ class CharTokenizer:
             raise ValueError(f"character {error} of {text!r} is not in the alphabet {self.alphabet!r}") from None
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; padding and end tokens are left out."""
-        return "".join(self.alphabet[token - 2] for token in tokens if token >= 2)
+        """The text of `tokens` without end tokens; a padding id, which a policy may sample, shows as `<pad>`."""
+        texts = self.token_texts()
+        return "".join(texts[token] for token in tokens if token != self.eos_id)
 
     def token_texts(self) -> Sequence[str]:
         """A printable text for each id, in id order."""

@@ -46,11 +46,11 @@ def test_logits_agree_with_the_reference(config, padded):
         np.testing.assert_allclose(logits[row][valid[row]], reference.logits(model, params, ids), atol=1e-5, rtol=1e-5)
 
 
-def test_no_position_sees_a_later_token(policy):
-    tokens = np.array([[3, 1, 4, 1, 5, 9, 2]], np.int32)
+def test_no_position_sees_a_later_token(policy, rng):
+    tokens = rng.integers(0, 7, (4, 7)).astype(np.int32)
     valid = np.ones_like(tokens, bool)
     hidden, _ = hidden_and_logits(*policy, tokens, valid)
-    for t in range(1, tokens.shape[1]):
+    for t in range(tokens.shape[1]):
         changed = tokens.copy()
         changed[:, t] = 7
         other, _ = hidden_and_logits(*policy, changed, valid)
@@ -67,21 +67,22 @@ def test_what_padding_holds_changes_no_bit(policy, padded, garbage):
     np.testing.assert_array_equal(np.asarray(hidden)[valid], np.asarray(other)[valid])
 
 
-def test_the_width_of_padding_changes_nothing(policy):
-    narrow, narrow_valid = left_padded(ROWS, 6, pad_id=0)
-    wide, wide_valid = np.pad(narrow, ((0, 0), (2, 1))), np.pad(narrow_valid, ((0, 0), (2, 1)))
-    _, a = hidden_and_logits(*policy, narrow, narrow_valid)
-    _, b = hidden_and_logits(*policy, wide, wide_valid)
-    np.testing.assert_allclose(np.asarray(a)[narrow_valid], np.asarray(b)[wide_valid], atol=1e-5)
+def test_where_a_sequence_stands_between_padding_changes_nothing(policy):
+    tokens, valid = np.zeros((4, 7), np.int32), np.zeros((4, 7), bool)
+    for row, start in enumerate((0, 1, 3, 4)):
+        tokens[row, start : start + 3], valid[row, start : start + 3] = [5, 8, 9], True
+    _, logits = hidden_and_logits(*policy, tokens, valid)
+    placed = np.asarray(logits)[valid].reshape(4, 3, VOCAB)
+    np.testing.assert_allclose(placed, placed[[0, 0, 0, 0]], atol=1e-5)
 
 
-def test_a_row_of_padding_alone_is_finite_and_so_is_its_gradient(policy):
-    model, params = policy
-    tokens, valid = left_padded([[], [4, 2]], 3, pad_id=0)
-    loss = lambda params: jnp.sum(jnp.square(hidden_and_logits(model, params, tokens, valid)[1]))  # noqa: E731
-    value, gradient = jax.value_and_grad(loss)(params)
-    assert np.isfinite(value)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+def test_a_row_of_padding_alone_is_finite_and_changes_no_other(policy):
+    tokens, valid = left_padded(ROWS, 7, pad_id=0)
+    hidden, _ = hidden_and_logits(*policy, tokens, valid)
+    valid[2] = False
+    emptied, logits = hidden_and_logits(*policy, tokens, valid)
+    assert np.isfinite(logits).all()
+    np.testing.assert_array_equal(np.asarray(hidden)[valid], np.asarray(emptied)[valid])
 
 
 def test_filling_the_cache_in_parts_gives_the_hidden_states_of_one_pass(policy):
@@ -92,9 +93,9 @@ def test_filling_the_cache_in_parts_gives_the_hidden_states_of_one_pass(policy):
     step = jax.jit(lambda *inputs: model.apply({"params": params}, *inputs))
     cache = Cache.zeros(model.config, len(ROWS), 7)
     parts = []
-    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 7)):
+    for start, stop in ((0, 5), (5, 6), (6, 7)):
         seen = valid & (np.arange(7) < stop)
-        hidden, cache = step(tokens[:, start:stop], where[:, start:stop], seen, cache, start)
+        hidden, cache = step(tokens[:, start:stop], where[:, start:stop], seen, cache, np.int32(start))
         parts.append(hidden)
     np.testing.assert_allclose(np.concatenate(parts, axis=1)[valid], np.asarray(whole)[valid], atol=1e-5)
 
@@ -125,12 +126,14 @@ def test_positions_count_real_tokens():
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
     tokens, valid = left_padded(ROWS, 7, pad_id=0)
-    _, exact = hidden_and_logits(*policies.random_policy(VOCAB), tokens, valid)
-    model, params = policies.random_policy(VOCAB, compute_dtype="bfloat16")
-    hidden, logits = hidden_and_logits(model, params, tokens, valid)
-    assert (hidden.dtype, logits.dtype, Cache.zeros(model.config, 1, 1).keys.dtype) == ("bfloat16", "float32", "bfloat16")
-    difference = np.abs(np.asarray(logits) - np.asarray(exact))[valid]
-    assert 0.0 < difference.max() < 0.15
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention promotes bfloat16 to float32
+        model, params = policies.random_policy(VOCAB, compute_dtype="bfloat16")
+        hidden, logits = hidden_and_logits(model, params, tokens, valid)
+    dtypes = hidden.dtype, logits.dtype, Cache.zeros(model.config, 1, 1).keys.dtype
+    assert dtypes == (jnp.bfloat16, jnp.float32, jnp.bfloat16)
+    exact = np.concatenate([reference.logits(model, params, ids) for ids in ROWS])
+    error = np.abs(np.asarray(logits)[valid] - exact)
+    assert 1e-4 < error.max() < 0.15
 
 
 def test_initial_parameters_are_float32_and_of_the_declared_tree():

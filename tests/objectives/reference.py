@@ -116,13 +116,16 @@ def clip_bound(log_ratio, advantage, low, high):
     return None
 
 
-def objective(name, batch, **hyperparameters):
-    """(loss, gradient with respect to the policy log-probs, kept) in float64."""
+def objective(name, batch, decided_on=None, **hyperparameters):
+    """(loss, gradient with respect to the policy log-probs, kept) in float64.
+
+    What a token objective masks or clips, and where, follows from `decided_on`, by default the batch itself.
+    """
     if name == "gspo":
         return _gspo(batch, **hyperparameters)
     count = max(len(batch.tokens()), 1)
     loss, gradient, kept = 0.0, np.zeros(batch.mask.shape), np.zeros(batch.mask.shape, bool)
-    bounds = _token_bounds(name, batch, **hyperparameters)
+    bounds = _token_bounds(name, decided_on or batch, **hyperparameters)
     for token in [token for token in batch.tokens() if batch.usable[token]]:
         log_ratio, advantage = batch.log_ratio[token], batch.advantages[token]
         if bounds[token] is None:

@@ -115,9 +115,8 @@ def test_6_micro_batches_give_the_gradient_of_the_whole(name, splits):
     pieces = zip(*(np.split(x, np.cumsum(splits)[:-1]) for x in arrays), strict=True)
     results = [partial_gradient(objective, statistics, denominator, *padded(piece, 14)) for piece in pieces]
     np.testing.assert_allclose(sum(float(r[0]) for r in results), loss, rtol=1e-5)
-    np.testing.assert_allclose(
-        np.concatenate([r[2][:size] for r, size in zip(results, splits, strict=True)]), gradient, rtol=1e-6, atol=1e-9
-    )
+    by_parts = np.concatenate([r[2][:size] for r, size in zip(results, splits, strict=True)])
+    np.testing.assert_allclose(by_parts, gradient, rtol=1e-6, atol=1e-9)
     together = metrics.finish(functools.reduce(metrics.combine, [r[1] for r in results]))
     for key in values:
         np.testing.assert_allclose(together[key], values[key], rtol=1e-5, atol=1e-6, err_msg=key)

@@ -1,0 +1,55 @@
+"""A tiny policy and mini-batches of ragged responses for it."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from m2po_jax import objectives
+from m2po_jax.learner.update import MiniBatch, UpdateSpec
+from m2po_jax.models import Transformer
+from tests import tiny
+
+GROUPS, SIZE, PROMPT, RESPONSE, VOCABULARY = 3, 4, 5, 6, 15
+
+
+def spec(objective: str = "m2po", temperature: float = 0.7, **hyperparameters: float) -> UpdateSpec:
+    model = Transformer(tiny.TINY.model, VOCABULARY)
+    return UpdateSpec(model, objectives.get(objective, **hyperparameters), temperature, SIZE, "std")
+
+
+@functools.cache
+def params() -> Any:
+    """Parameters five times as large as fresh ones, so that the policy has preferences."""
+    fresh = spec().model.init_params(jax.random.key(3))
+    return jax.tree.map(lambda x: 5.0 * x, fresh)
+
+
+def mini_batch(seed: int = 0, **changes: Any) -> MiniBatch:
+    """Prompts of 1 to P tokens and responses of 1 to T, behaviour log-probs near -2.5, both rewards in every group."""
+    rng = np.random.default_rng(seed)
+    rows = GROUPS * SIZE
+    prompt_valid = np.arange(PROMPT)[::-1] < rng.integers(1, PROMPT + 1, (rows, 1))
+    response_mask = np.arange(RESPONSE) < rng.integers(1, RESPONSE + 1, (rows, 1))
+    batch = MiniBatch(
+        prompt_tokens=np.where(prompt_valid, rng.integers(2, VOCABULARY, (rows, PROMPT)), 0).astype(np.int32),
+        prompt_valid=prompt_valid,
+        response_tokens=np.where(response_mask, rng.integers(1, VOCABULARY, (rows, RESPONSE)), 0).astype(np.int32),
+        response_mask=response_mask,
+        behavior_logprobs=np.where(response_mask, rng.normal(-2.5, 0.6, response_mask.shape), 0).astype(np.float32),
+        rewards=np.tile(np.array([1, 0, 0, 1], np.float32), GROUPS),
+        truncated=rng.random(rows) < 0.5,
+    )
+    return batch._replace(**changes)
+
+
+def gradient_of(update: Any, state: Any, batch: MiniBatch) -> tuple[Any, dict[str, Any]]:
+    """What an update with `optax.sgd(1.0)` took off the parameters, and its metrics; `state` is donated."""
+    before = jax.tree.map(np.array, state.params)
+    after, metrics = update(state, batch)
+    return jax.tree.map(lambda a, b: a - np.array(b), before, after.params), jax.device_get(metrics)
+
+
+SGD = optax.sgd(1.0)

@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+
+from m2po_jax.learner.batches import left_aligned_to_right, mini_batches
+from m2po_jax.rollouts import Rollouts
+
+
+def rollouts(groups=4, size=2) -> Rollouts:
+    rows = groups * size
+    prompts = np.repeat(np.arange(groups), size)
+    prompt_lengths = (1 + prompts % 3).astype(np.int32)
+    response_lengths = (1 + np.arange(rows) % 4).astype(np.int32)
+    return Rollouts(
+        prompt_tokens=((np.arange(3) < prompt_lengths[:, None]) * (10 * prompts[:, None] + np.arange(1, 4))).astype(np.int32),
+        prompt_lengths=prompt_lengths,
+        response_tokens=((np.arange(4) < response_lengths[:, None]) * 7).astype(np.int32),
+        response_lengths=response_lengths,
+        behavior_logprobs=np.where(np.arange(4) < response_lengths[:, None], -0.5, 0).astype(np.float32),
+        rescored_logprobs=None,
+        rewards=np.arange(rows, dtype=np.float32),
+        prompt_ids=[f"p{i}" for i in prompts],
+        group_ids=prompts.astype(np.int64),
+        sample_indices=np.tile(np.arange(size), groups).astype(np.int32),
+        finish_reasons=["length" if length == 4 else "stop" for length in response_lengths],
+        response_texts=[""] * rows,
+        gold_answers=["0"] * rows,
+        temperature=1.0,
+        top_p=1.0,
+    )  # fmt: skip
+
+
+def test_rows_are_cut_in_order_into_whole_groups_at_fixed_widths():
+    source = rollouts()
+    cut = mini_batches(source, 2, prompt_width=5, response_width=6)
+    assert len(cut) == 2
+    np.testing.assert_array_equal(np.concatenate([batch.rewards for batch in cut]), source.rewards)
+    for batch in cut:
+        assert batch.prompt_tokens.shape == batch.prompt_valid.shape == (4, 5)
+        assert batch.response_tokens.shape == batch.response_mask.shape == batch.behavior_logprobs.shape == (4, 6)
+    np.testing.assert_array_equal(cut[0].response_mask.sum(axis=1), [1, 2, 3, 4])
+    np.testing.assert_array_equal(cut[0].response_tokens, 7 * cut[0].response_mask)
+    np.testing.assert_array_equal(cut[0].behavior_logprobs, -0.5 * cut[0].response_mask)
+
+
+def test_prompts_end_where_responses_begin():
+    (batch,) = mini_batches(rollouts(), 1, prompt_width=4, response_width=4)
+    np.testing.assert_array_equal(batch.prompt_tokens[::2], [[0, 0, 0, 1], [0, 0, 11, 12], [0, 21, 22, 23], [0, 0, 0, 31]])
+    np.testing.assert_array_equal(batch.prompt_valid, batch.prompt_tokens > 0)
+
+
+def test_truncation_is_what_the_record_says_not_what_the_width_suggests():
+    source = rollouts()
+    source.finish_reasons[0] = "length"  # of one token
+    source.finish_reasons[3] = "stop"  # as long as the array
+    (batch,) = mini_batches(source, 1, prompt_width=3, response_width=4)
+    np.testing.assert_array_equal(batch.truncated, [True, False, False, False, False, False, False, True])
+
+
+@pytest.mark.parametrize(("count", "prompt", "response"), [(3, 5, 6), (2, 2, 6), (2, 5, 3)])
+def test_what_does_not_fit_is_refused(count, prompt, response):
+    with pytest.raises(ValueError, match="do not divide|does not fit"):
+        mini_batches(rollouts(), count, prompt, response)
+
+
+def test_padding_moves_from_right_to_left():
+    tokens, valid = left_aligned_to_right(np.array([[5, 6, 9], [7, 9, 9], [1, 2, 3]], np.int32), np.array([2, 1, 3]))
+    np.testing.assert_array_equal(tokens, [[0, 5, 6], [0, 0, 7], [1, 2, 3]])
+    np.testing.assert_array_equal(valid, [[False, True, True], [False, False, True], [True, True, True]])

@@ -1,0 +1,88 @@
+"""The grader: the last number and nothing else, on any text at all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2po_jax.tasks import grade
+
+LONG = "9" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["12,21,24", "24", ",24", "wrong,steps,24", "12,21,024", "00024", "24,24"],
+)
+def test_the_last_number_alone_is_scored(text):
+    assert grade(text, "24") == grade("24", "24")
+    assert grade(text, "24").score == 1.0
+    assert grade(text, "24").reason == "right"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "12,21,24,",
+        "12,21,24+",
+        "12,21,+24",
+        "12,21,-24",
+        "12,21, 24",
+        "12,21,24 ",
+        "12,21,24\n",
+        "12,21,24.0",
+        "12,21,2_4",
+        "12,21,24<pad>",
+        "12,21,٢٤",  # Arabic-Indic digits
+        "12,21,２４",  # full-width digits
+        "12,21,²⁴",
+        "12，21，24",  # full-width commas
+        "12,21,0x18",
+        "12,21,nan",
+    ],
+)
+def test_what_is_no_whole_number_at_the_end_scores_nothing(text):
+    verdict = grade(text, "24")
+    assert verdict.score == 0.0
+    assert verdict.reason == "no number"
+
+
+@pytest.mark.parametrize("text", ["12,21", "12,21,2", "12,21,25", "12,24,25", "12,21,240", "24,0", "0"])
+def test_another_number_at_the_end_is_wrong(text):
+    verdict = grade(text, "24")
+    assert verdict.score == 0.0
+    assert verdict.reason == f"wrong: {text.split(',')[-1]} is not 24"
+
+
+def test_zero_is_a_number():
+    assert [grade(text, "0").score for text in ("0", "000", "", "1")] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_numbers_too_long_for_an_integer_are_graded():
+    assert grade(LONG, LONG).score == 1.0
+    assert grade(f"1,{LONG}", LONG).score == 1.0
+    verdict = grade(LONG[:-1] + "8", LONG)
+    assert verdict.score == 0.0
+    assert len(verdict.reason) < 200
+    assert grade("0" * 100_000 + "24", "24").score == 1.0
+
+
+@pytest.mark.parametrize("gold", ["", "x", "24,", "-24", "٢٤", "24.0"])
+def test_a_gold_answer_that_is_no_number_is_never_rewarded(gold):
+    for text in (gold, "24", "0", "", "12,24"):
+        assert grade(text, gold).score == 0.0
+
+
+@given(st.lists(st.integers(0, 10**30), min_size=1, max_size=5), st.integers(0, 10**30), st.booleans())
+def test_grading_agrees_with_integers(chain, gold, right):
+    chain = [*chain, gold] if right else chain
+    verdict = grade(",".join(map(str, chain)), str(gold))
+    assert verdict.score == float(chain[-1] == gold)
+
+
+@given(st.text() | st.text("0123456789,+=<pad>"), st.integers(0, 99))
+def test_any_text_gets_a_verdict(text, gold):
+    verdict = grade(text, str(gold))
+    assert verdict.score in (0.0, 1.0)
+    assert (verdict.reason == "right") == (verdict.score == 1.0)
