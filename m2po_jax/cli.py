@@ -40,6 +40,8 @@ class SweepOptions:
     """Folder for the runs, the report and its figures."""
     seeds: tuple[int, ...] = ()
     """Seeds to run every arm with. Default: the seed in each configuration."""
+    jobs: int = 2
+    """Runs at a time, each a process with its share of the cores; tiny models are fastest with one core each."""
     only: tuple[str, ...] = ()
     """Names of the arms to run. Default: all."""
 
@@ -109,10 +111,11 @@ def train(arguments: list[str]) -> int:
 def _train(options: TrainOptions, run: str) -> int:
     from m2po_jax import lockstep
     from m2po_jax.analysis import report
-    from m2po_jax.progress import TerminalProgress
+    from m2po_jax.progress import RunView, StopSignals, bars
 
-    with TerminalProgress(options.config.name) as progress:
-        outcome = lockstep.train(options.config, run, progress, options.base)
+    with StopSignals() as signals, bars() as drawn:
+        view = RunView(drawn, options.config.name, signals)
+        outcome = lockstep.train(options.config, run, view, options.base)
     if not outcome.finished:
         print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
         return STOPPED
@@ -132,7 +135,7 @@ def sweep(arguments: list[str]) -> int:
     configs = catalog.find_experiment(options.experiment)
     if options.only:
         configs = tuple(catalog.find_config(f"{options.experiment}:{name}") for name in options.only)
-    return 0 if run_sweep(configs, options.seeds or None, options.runs, Console()) else STOPPED
+    return 0 if run_sweep(configs, options.seeds or None, options.runs, max(options.jobs, 1), Console()) else STOPPED
 
 
 def report(arguments: list[str]) -> int:

@@ -199,7 +199,9 @@ class LearnerConfig:
     learning_rate: float = 3e-5
     """Peak AdamW learning rate."""
     warmup_updates: int = 10
-    """Updates of linear warm-up, the first at learning_rate / warmup_updates; constant after it."""
+    """Updates of linear warm-up, the first at learning_rate / warmup_updates."""
+    final_learning_rate_share: float = 1.0
+    """Linear decay after the warm-up, to this share of learning_rate at total_updates; 1 keeps it constant."""
     adam_b1: float = 0.9
     """AdamW decay of the first moment."""
     adam_b2: float = 0.999
@@ -224,6 +226,10 @@ class LearnerConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"learner.{name} is {value}: use 1 or more, or None")
         _require(self.learning_rate > 0, f"learner.learning_rate is {self.learning_rate}: use a positive number")
+        _require(
+            0.0 <= self.final_learning_rate_share <= 1.0,
+            f"learner.final_learning_rate_share is {self.final_learning_rate_share}: use a share in [0, 1]",
+        )
         _require(self.clip_norm > 0, f"learner.clip_norm is {self.clip_norm}: use a positive number")
         for name in ("warmup_updates", "weight_decay"):
             _require(getattr(self, name) >= 0, f"learner.{name} is {getattr(self, name)}: use 0 or more")

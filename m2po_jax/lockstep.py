@@ -5,7 +5,7 @@ For each batch: make what is missing, read and verify it, record what is about t
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -21,6 +21,7 @@ from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedul
 from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer
+from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
     BadShard,
     BatchRecord,
@@ -45,25 +46,6 @@ from m2po_jax.rollouts import (
 from m2po_jax.tasks import ArithmeticTask, left_padded, right_padded
 
 _ATTEMPTS = 3
-
-
-class Progress(Protocol):
-    """What the trainer tells whoever watches it, and asks back: whether to stop."""
-
-    def note(self, message: str) -> None:
-        """One line worth reading."""
-
-    def warm_start(self, step: int, accuracy: float, target: float) -> None:
-        """A check of the warm start."""
-
-    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
-        """A batch is done; `metrics` are those of the newest update that was fetched."""
-
-    def evaluation(self, version: int, accuracy: float) -> None:
-        """A held-out accuracy."""
-
-    def stopping(self) -> bool:
-        """Whether someone asked to stop after this batch."""
 
 
 @dataclass(frozen=True)

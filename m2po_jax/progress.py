@@ -1,60 +1,96 @@
-"""The terminal view of a run: progress bar, reward, age, masked share, speed and time left; and Ctrl-C."""
+"""The terminal view of runs: progress bar, reward, age, masked share, speed and time left; and Ctrl-C."""
 
 import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from m2po_jax.analysis.figures import sparkline
 
+_LINES_A_RUN = 16
 
-class TerminalProgress:
-    """Shows one run; as a context manager it also turns the first Ctrl-C or SIGTERM into a request to stop."""
 
-    def __init__(self, name: str):
-        """`name` stands before the bar."""
-        self.name, self.accuracies = name, list[float]()
-        self.console = Console(file=sys.stderr)
-        self._stop = False
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._task = self._bar.add_task(name, total=None, facts="starting")
-        self._before: dict[int, Any] = {}
+class Progress(Protocol):
+    """What a trainer tells whoever watches it, and asks back: whether to stop."""
 
-    def __enter__(self) -> "TerminalProgress":
-        """Start drawing and watch for signals (in the main thread)."""
+    def note(self, message: str) -> None:
+        """One line worth reading."""
+
+    def warm_start(self, step: int, accuracy: float, target: float) -> None:
+        """A check of the warm start."""
+
+    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
+        """A batch is done; `metrics` are those of the newest update that was fetched."""
+
+    def evaluation(self, version: int, accuracy: float) -> None:
+        """A held-out accuracy."""
+
+    def stopping(self) -> bool:
+        """Whether someone asked to stop after this batch."""
+
+
+class StopSignals:
+    """As a context manager: the first of `numbers` asks to stop, the second raises KeyboardInterrupt."""
+
+    def __init__(self, numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)):
+        """Signals to watch for; only the main thread can."""
+        self.asked: str | None = None
+        self._numbers, self._before = numbers, dict[int, Any]()
+
+    def __enter__(self) -> "StopSignals":
+        """Take the signals over."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
-        self._bar.start()
+            self._before = {number: signal.signal(number, self._on_signal) for number in self._numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop drawing; restore the signal handlers."""
-        self._bar.stop()
+        """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+
+def bars() -> Bars:
+    """An empty set of progress bars on standard error."""
+    return Bars(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
+
+
+class RunView:
+    """One run's bar; where no bar can be drawn (a log file), a line now and then."""
+
+    def __init__(self, drawn: Bars, name: str, signals: StopSignals):
+        """`name` stands before the bar."""
+        self.name, self._bars, self._signals = name, drawn, signals
+        self._accuracies: list[float] = []
+        self._task = drawn.add_task(name, total=None, facts="starting")
+        self._told = 0
+
     def note(self, message: str) -> None:
-        """One line above the bar."""
-        self.console.print(f"{self.name}: {message}", markup=False, highlight=False, soft_wrap=True)
+        """One line above the bars."""
+        self._bars.console.print(f"{self.name}: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         """Progress of the warm start towards its target accuracy."""
         facts = f"warm start step {step}: accuracy {accuracy:.3f} of {target:.2f}"
-        self._bar.update(self._task, facts=facts)
+        self._bars.update(self._task, facts=facts)
         self._say(facts)
 
     def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
@@ -65,26 +101,25 @@ class TerminalProgress:
                 f"reward {metrics['reward_mean']:.2f}  age {metrics['staleness_updates']}"
                 f"  masked {metrics['masked_frac']:.2%}  {metrics['updates_per_s']:.1f} updates/s"
             )
-        curve = f"  held-out {sparkline(self.accuracies[-24:])} {self.accuracies[-1]:.3f}" if self.accuracies else ""
-        self._bar.update(self._task, completed=version, total=total, facts=facts + curve)
-        if version % max(total // 16 // 4 * 4, 4) == 0:
-            self._say(f"{version}/{total}  {facts}{curve}")
+        if self._accuracies:
+            facts += f"  held-out {sparkline(self._accuracies[-20:])} {self._accuracies[-1]:.3f}"
+        self._bars.update(self._task, completed=version, total=total, facts=facts)
+        if version * _LINES_A_RUN // total > self._told:
+            self._told = version * _LINES_A_RUN // total
+            self._say(f"{version}/{total}  {facts}")
 
     def evaluation(self, version: int, accuracy: float) -> None:
         """Take a held-out accuracy for the curve."""
-        self.accuracies.append(accuracy)
+        self._accuracies.append(accuracy)
 
     def stopping(self) -> bool:
         """Whether a signal asked to stop."""
-        return self._stop
+        return self._signals.asked is not None
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bars.remove_task(self._task)
 
     def _say(self, message: str) -> None:
-        """Where no bar can be drawn (a log file), say it in a line."""
-        if not self.console.is_terminal:
+        if not self._bars.console.is_terminal:
             self.note(message)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop:
-            raise KeyboardInterrupt
-        self._stop = True
-        self.note(f"{signal.Signals(number).name}: finishing this batch and checkpointing; again to stop at once")

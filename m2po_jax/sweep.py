@@ -1,42 +1,49 @@
 """`m2po sweep`: every configuration of an experiment, for every seed, from one base policy a seed; then the report."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import multiprocessing
+import os
+import queue
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from m2po_jax.analysis import report, table
 from m2po_jax.analysis.frames import find_runs, load
 from m2po_jax.config import Config, UserError
-from m2po_jax.lockstep import Outcome, train
-from m2po_jax.progress import TerminalProgress
+from m2po_jax.lockstep import train
+from m2po_jax.progress import RunView, StopSignals, bars
 from m2po_jax.rollouts import open_run, weights
 
+_POLL_S = 0.1
 
-def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, console: Console) -> bool:
-    """Run what is not done yet, each in `runs/<name>/seed-<seed>`, and print the table of arms.
+
+def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, jobs: int, console: Console) -> bool:
+    """Run what is not done yet, each in `runs/<name>/seed-<seed>`, write the report and print the table of arms.
 
     Args:
         configs: arms; `seeds` replaces their own seed, None keeps it.
         runs: folder of the sweep; calling again resumes, and skips what is finished.
+        jobs: runs at a time, each a process with its share of the cores.
         console: where the table and notes go.
 
     Returns:
         False if someone asked to stop.
+
+    Raises:
+        UserError: a run could not go on; the others were asked to stop first.
     """
     planned = [replace(config, seed=seed) for seed in seeds or () for config in configs] or list(configs)
-    for number, config in enumerate(planned, start=1):
-        run = run_directory(runs, config)
-        if _finished(run, config):
-            console.print(f"[{number}/{len(planned)}] {run} is done", markup=False)
-            continue
-        console.print(f"[{number}/{len(planned)}] {run}", markup=False)
-        if not _train(config, run, _sibling(planned, runs, config)).finished:
-            console.print(f"stopped; the same command resumes {run} and goes on", markup=False)
-            return False
-        if number < len(planned):
-            report.write([runs])  # an early look
+    todo = [config for config in planned if not _finished(run_directory(runs, config), config)]
+    if len(todo) < len(planned):
+        console.print(f"{len(planned) - len(todo)} of {len(planned)} runs are done already")
+    if not _Workers(planned, todo, runs, jobs).run():
+        console.print("stopped; the same command resumes", markup=False)
+        return False
     console.print(f"report: {report.write([runs])}", markup=False, soft_wrap=True)
     summarise(runs, console)
     return True
@@ -56,9 +63,134 @@ def summarise(runs: str, console: Console) -> None:
         console.print(table.render(differences, "Paired differences over seeds, in points"))
 
 
-def _train(config: Config, run: str, base: str | None) -> Outcome:
-    with TerminalProgress(f"{config.name} seed {config.seed}") as progress:
-        return train(config, run, progress, base)
+@dataclass
+class _Worker:
+    config: Config
+    process: BaseProcess
+    slot: int
+    view: RunView
+
+
+class _Workers:
+    """Runs processes side by side; a base policy that several runs share is made by one of them, first."""
+
+    def __init__(self, planned: Sequence[Config], todo: Sequence[Config], runs: str, jobs: int):
+        self.planned, self.todo, self.runs, self.jobs = planned, list(todo), runs, jobs
+        self.active: dict[str, _Worker] = {}
+        self.context = multiprocessing.get_context("spawn")
+        self.messages: Any = self.context.Queue()
+        self.error: str | None = None
+        self.stopped = False
+
+    def run(self) -> bool:
+        with StopSignals() as signals, bars() as drawn:
+            while self.active or (self.todo and not self.stopped):
+                if (signals.asked or self.error) and not self.stopped:
+                    drawn.console.print(f"{signals.asked or 'error'}: finishing this batch and checkpointing")
+                    self._stop()
+                while not self.stopped and (start := self._next()) is not None:
+                    self._start(*start, RunView(drawn, f"{start[0].name} seed {start[0].seed}", signals))
+                self._listen()
+        if self.error:
+            raise UserError(self.error)
+        return not self.stopped
+
+    def _next(self) -> tuple[Config, str | None] | None:
+        """A run that may start now, with the run its base policy comes from."""
+        if len(self.active) >= self.jobs:
+            return None
+        for config in self.todo:
+            base = _sibling(self.planned, self.runs, config)
+            own = _has_base(run_directory(self.runs, config), config)
+            busy = any(_base_of(worker.config) == _base_of(config) for worker in self.active.values())
+            if own or base or not busy:
+                self.todo.remove(config)
+                return config, None if own else base
+        return None
+
+    def _start(self, config: Config, base: str | None, view: RunView) -> None:
+        run = run_directory(self.runs, config)
+        slot = next(slot for slot in range(self.jobs) if all(w.slot != slot for w in self.active.values()))
+        arguments = (config, run, base, _cores(slot, self.jobs), os.getpid(), self.messages)
+        process = self.context.Process(target=_work, args=arguments, daemon=False)
+        process.start()
+        self.active[run] = _Worker(config, process, slot, view)
+
+    def _listen(self) -> None:
+        """Show what workers say; a worker that dies without a word is an error."""
+        try:
+            run, what, arguments = self.messages.get(timeout=_POLL_S)
+        except queue.Empty:
+            for run in [run for run, worker in self.active.items() if not worker.process.is_alive()]:
+                self._ended(run, f"{run} ended without a word (exit code {self.active[run].process.exitcode})")
+            return
+        if what == "ended":
+            self._ended(run, *arguments)
+        elif run in self.active:
+            getattr(self.active[run].view, what)(*arguments)
+
+    def _ended(self, run: str, error: str | None) -> None:
+        worker = self.active.pop(run, None)
+        if worker is None:
+            return
+        worker.process.join()
+        worker.view.close()
+        self.error = self.error or error
+        if error is None and not self.stopped:
+            worker.view.note("done")
+            if self.todo or self.active:
+                report.write([self.runs])  # an early look
+
+    def _stop(self) -> None:
+        self.stopped = True
+        for worker in self.active.values():
+            worker.process.terminate()
+
+
+class _Reporter:
+    """A trainer's progress, sent to the process that draws it."""
+
+    def __init__(self, run: str, messages: Any, parent: int, signals: StopSignals):
+        self._run, self._messages, self._parent, self._signals = run, messages, parent, signals
+
+    def note(self, message: str) -> None:
+        self._messages.put((self._run, "note", (message,)))
+
+    def warm_start(self, step: int, accuracy: float, target: float) -> None:
+        self._messages.put((self._run, "warm_start", (step, accuracy, target)))
+
+    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
+        self._messages.put((self._run, "update", (version, total, metrics)))
+
+    def evaluation(self, version: int, accuracy: float) -> None:
+        self._messages.put((self._run, "evaluation", (version, accuracy)))
+
+    def stopping(self) -> bool:
+        return self._signals.asked is not None or os.getppid() != self._parent
+
+
+def _work(config: Config, run: str, base: str | None, cores: set[int], parent: int, messages: Any) -> None:
+    """One run in a process of its own. Ctrl-C is the parent's business: it sends SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    with StopSignals((signal.SIGTERM,)) as signals:
+        error = None
+        try:
+            train(config, run, _Reporter(run, messages, parent, signals), base)
+        except UserError as problem:
+            error = str(problem)
+        except KeyboardInterrupt:
+            error = None
+    messages.put((run, "ended", (error,)))
+
+
+def _cores(slot: int, jobs: int) -> set[int]:
+    """This slot's share of the cores; small programs run best on one core each."""
+    if not hasattr(os, "sched_getaffinity"):
+        return set()
+    cores = sorted(os.sched_getaffinity(0))
+    return set(cores[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs])
 
 
 def _finished(run: str, config: Config) -> bool:
@@ -88,11 +220,6 @@ def _has_base(run: str, config: Config) -> bool:
     return _base_of(info.config) == _base_of(config) and 0 in weights.versions(store)
 
 
-_base_of: Callable[[Config], tuple] = lambda c: (  # noqa: E731
-    c.seed,
-    c.task,
-    c.model,
-    c.warm_start,
-    c.sampling,
-    c.evaluation.prompts,
-)
+def _base_of(config: Config) -> tuple[Any, ...]:
+    """What a base policy depends on."""
+    return config.seed, config.task, config.model, config.warm_start, config.sampling, config.evaluation.prompts

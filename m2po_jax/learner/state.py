@@ -22,7 +22,7 @@ class TrainState(NamedTuple):
 
 
 def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
-    """AdamW behind a global-norm clip, with linear warm-up to a constant rate."""
+    """AdamW behind a global-norm clip, with linear warm-up and decay."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -36,9 +36,16 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate_schedule(config: LearnerConfig) -> optax.Schedule:
-    """Learning rate as a function of applied updates: linear from lr / warmup_updates, constant after it."""
-    first = config.learning_rate / max(config.warmup_updates, 1)
-    return optax.linear_schedule(first, config.learning_rate, max(config.warmup_updates - 1, 1))
+    """Learning rate by applied updates: linear warm-up, the first at peak / warmup_updates, then linear decay."""
+    peak, warmup = config.learning_rate, config.warmup_updates
+    decay_updates = max(config.total_updates - warmup, 1)
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1)),
+            optax.linear_schedule(peak, peak * config.final_learning_rate_share, decay_updates),
+        ],
+        [warmup],
+    )
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

@@ -35,13 +35,17 @@ def sample(policy, prompts=PROMPTS, row_keys=None, temperature=1.0, filler=PAD, 
     tokens, valid = left_padded(prompts, WIDTH, filler)
     row_keys = keys() if row_keys is None else row_keys
     shape = {"samples_per_prompt": SAMPLES, "max_new_tokens": LENGTH, "eos_id": EOS, "pad_id": PAD} | static
-    return jax.device_get(generate(policy[1], tokens, valid, row_keys, np.float32(temperature), model=policy[0], **shape))
+    return jax.device_get(
+        generate(policy[1], tokens, valid, row_keys, np.float32(temperature), model=policy[0], **shape)
+    )
 
 
 def equal(a, b, rows_a=slice(None), rows_b=slice(None)) -> bool:
     """Whether rows of two results hold the same draws; log-probs may differ in their last bits."""
     np.testing.assert_allclose(a.logprobs[rows_a], b.logprobs[rows_b], atol=1e-6)
-    return all((x[rows_a] == y[rows_b]).all() for x, y in ((a.tokens, b.tokens), (a.mask, b.mask), (a.stopped, b.stopped)))
+    return all(
+        (x[rows_a] == y[rows_b]).all() for x, y in ((a.tokens, b.tokens), (a.mask, b.mask), (a.stopped, b.stopped))
+    )
 
 
 @partial(jax.jit, static_argnums=0)

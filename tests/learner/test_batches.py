@@ -44,7 +44,9 @@ def test_rows_are_cut_in_order_into_whole_groups_at_fixed_widths():
 
 def test_prompts_end_where_responses_begin():
     (batch,) = mini_batches(rollouts(), 1, prompt_width=4, response_width=4)
-    np.testing.assert_array_equal(batch.prompt_tokens[::2], [[0, 0, 0, 1], [0, 0, 11, 12], [0, 21, 22, 23], [0, 0, 0, 31]])
+    np.testing.assert_array_equal(
+        batch.prompt_tokens[::2], [[0, 0, 0, 1], [0, 0, 11, 12], [0, 21, 22, 23], [0, 0, 0, 31]]
+    )
     np.testing.assert_array_equal(batch.prompt_valid, batch.prompt_tokens > 0)
 
 

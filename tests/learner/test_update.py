@@ -185,7 +185,9 @@ def test_a_non_finite_update_is_skipped_but_counted():
     jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
     resumed, metrics = update(after, batch)
     assert metrics["skipped"] == 0.0 and int(resumed.version) == 3
-    assert any((np.array(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (resumed.params, before.params)), strict=True))
+    assert any(
+        (np.array(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (resumed.params, before.params)), strict=True)
+    )
 
 
 def test_the_state_is_donated():

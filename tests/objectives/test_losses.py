@@ -32,7 +32,7 @@ jitted_kept = jax.jit(lambda objective, *arrays: objective.kept(*arrays), static
 
 
 @every_objective
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(inputs, st.data())
 def test_loss_gradient_and_kept_are_the_references(name, case, data):
     log_ratio, advantages, mask = case

@@ -30,7 +30,7 @@ def column(*log_ratios):
     return log_ratio, jnp.sign(log_ratio), jnp.ones(log_ratio.shape, bool)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(inputs)
 def test_mask_is_algorithm_1(case):
     log_ratio, advantages, mask, threshold = case
@@ -40,7 +40,7 @@ def test_mask_is_algorithm_1(case):
     np.testing.assert_array_equal(kept, reference.algorithm_1(batch, threshold))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(inputs)
 def test_clip_cutoff_is_the_winsorised_cap(case):
     log_ratio, advantages, mask, threshold = case
@@ -77,7 +77,7 @@ def test_the_exact_sum_decides_where_a_float32_sum_would_not():
         assert int((~jitted_mask(log_ratio, advantages, mask, tau)).sum()) == masked
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(inputs)
 def test_what_is_kept_is_within_the_threshold_and_maximal(case):
     log_ratio, advantages, mask, threshold = case
@@ -95,7 +95,7 @@ def test_what_is_kept_is_within_the_threshold_and_maximal(case):
         assert min(dropped) > threshold
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(inputs)
 def test_tokens_outside_the_trust_region_are_never_masked(case):
     log_ratio, advantages, mask, threshold = case
@@ -116,7 +116,7 @@ def test_the_order_of_responses_and_tokens_does_not_matter(case, rows, columns):
     np.testing.assert_array_equal(jitted_mask(*moved, threshold), kept[rows][:, columns])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(inputs)
 def test_with_and_without_jit(case):
     np.testing.assert_array_equal(second_moment_mask(*case), jitted_mask(*case))

@@ -14,7 +14,7 @@ jitted = jax.jit(lambda objective, *arrays: objective(*arrays), static_argnums=0
 inputs = st.tuples(batches.log_ratios(extreme=False), batches.advantages(), batches.masks())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(inputs)
 def test_every_metric_is_the_references(case):
     log_ratio, advantages, mask = case
