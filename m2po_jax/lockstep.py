@@ -37,6 +37,7 @@ from m2po_jax.rollouts import (
     read_shard,
     served_after,
     shard_path,
+    sole_learner,
     supersede_batch_record,
     units,
     weights,
@@ -273,5 +274,6 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None)
     ArithmeticTask(config.task).held_out(config.evaluation.prompts)  # refused before the run directory is made
     store = Store.open(run, create=True)
     lockstep = Lockstep(store, create_or_resume(store, config), progress)
-    lockstep.base_policy(base)
-    return lockstep.run()
+    with sole_learner(store):
+        lockstep.base_policy(base)
+        return lockstep.run()

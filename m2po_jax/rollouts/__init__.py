@@ -15,7 +15,7 @@ from m2po_jax.rollouts.paths import (
     shard_path,
     weights_path,
 )
-from m2po_jax.rollouts.run import RunInfo, create_or_resume, open_run
+from m2po_jax.rollouts.run import RunInfo, create_or_resume, open_run, sole_learner
 from m2po_jax.rollouts.schema import SCHEMA_VERSION, Provenance, Rollouts, UnitId, concatenate
 from m2po_jax.rollouts.shards import BadShard, Shard, decode, encode, read_shard, write_shard
 from m2po_jax.rollouts.staleness import batches_of, exactly, served_after, units
@@ -51,6 +51,7 @@ __all__ = [
     "rollouts_path",
     "served_after",
     "shard_path",
+    "sole_learner",
     "supersede_batch_record",
     "units",
     "weights_path",

@@ -5,6 +5,7 @@ import re
 from m2po_jax.rollouts.schema import UnitId
 
 CONFIG = "config.json"
+LOCK = ".learner.lock"
 WEIGHTS = "weights"
 LATEST = "weights/LATEST"
 ROLLOUTS = "rollouts"

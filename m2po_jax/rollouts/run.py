@@ -1,11 +1,14 @@
 """A run directory: made once with its configuration, resumed with the same one, opened by its readers."""
 
+import contextlib
+import fcntl
 import os
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from m2po_jax.config import Config, ConfigError, UserError, differences, from_json, run_id_of, to_json
-from m2po_jax.rollouts.paths import CONFIG
+from m2po_jax.rollouts.paths import CONFIG, LOCK
 from m2po_jax.rollouts.store import Store
 
 
@@ -31,6 +34,25 @@ def create_or_resume(store: Store, config: Config) -> RunInfo:
             f"the run {store.url} exists with another configuration: {fields}; use another --run directory"
         )
     return info
+
+
+@contextlib.contextmanager
+def sole_learner(store: Store) -> Iterator[None]:
+    """Hold a local run for one learner; the lock goes with the process, however that ends.
+
+    Raises UserError when another process holds it. Remote runs are not locked.
+    """
+    if store.local_path is None:
+        yield
+        return
+    with open(store.local_path / LOCK, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is training {store.url}: wait for it, or use another --run directory"
+            ) from error
+        yield
 
 
 def open_run(location: str | os.PathLike) -> tuple[Store, RunInfo]:

@@ -20,10 +20,10 @@ STREAM = jax.random.key(5)
 
 @pytest.fixture(scope="module")
 def policy():
-    return policies.random_policy(VOCAB)
+    return policies.random_policy(VOCAB, layers=1)
 
 
-def keys(version=0, groups=range(len(PROMPTS))):
+def keys(version=0, groups=(0, 1, 2, 3)):
     """Keys of the samples 0..SAMPLES-1 of each group."""
     groups = np.repeat(np.array(groups, np.uint32), SAMPLES)
     samples = np.tile(np.arange(SAMPLES, dtype=np.uint32), len(groups) // SAMPLES)
@@ -140,31 +140,29 @@ def test_garbage_in_the_padding_of_prompts_changes_nothing(policy):
 @pytest.mark.parametrize("pad_id", [PAD, EOS])
 def test_ends_are_real_and_nothing_follows_them(policy, pad_id):
     """REGRESSIONS 11 and 12, with a padding id that a policy samples too, and with one that is the end token."""
-    out = sample(policy, pad_id=pad_id)
-    lengths = out.mask.sum(axis=1)
-    cut = 0
-    for tokens, logprobs, mask, stopped in zip(*out, strict=True):
-        response = tokens[mask].tolist()
-        assert mask.tolist() == [True] * len(response) + [False] * (LENGTH - len(response))
-        assert EOS not in response[:-1]
-        assert stopped == (response[-1] == EOS)
-        assert stopped or len(response) == LENGTH
-        assert (tokens[~mask] == pad_id).all()
-        assert (logprobs[mask] < 0.0).all() and (logprobs[~mask] == 0.0).all()
-        cut += not stopped
-    assert 0 < cut < ROWS
-    assert (out.stopped & (lengths == LENGTH)).any(), "no response ends at the last place: choose another seed"
-    assert (out.stopped & (lengths < LENGTH - 1)).any()
-    assert PAD in out.tokens[out.mask], "no padding id was sampled: choose another seed"
-    usual = sample(policy)
-    np.testing.assert_array_equal(out.mask, usual.mask)
-    np.testing.assert_array_equal(out.tokens[out.mask], usual.tokens[usual.mask])
-    np.testing.assert_array_equal(out.logprobs, usual.logprobs)
+    kinds = set()
+    for version in range(4):
+        out = sample(policy, row_keys=keys(version), temperature=2.0, pad_id=pad_id)
+        for tokens, logprobs, mask, stopped in zip(*out, strict=True):
+            response = tokens[mask].tolist()
+            assert mask.tolist() == [True] * len(response) + [False] * (LENGTH - len(response))
+            assert EOS not in response[:-1]
+            assert stopped == (response[-1] == EOS)
+            assert stopped or len(response) == LENGTH
+            assert (tokens[~mask] == pad_id).all()
+            assert (logprobs[mask] < 0.0).all() and (logprobs[~mask] == 0.0).all()
+            kinds.add((bool(stopped), len(response) == LENGTH, PAD in response))
+        usual = sample(policy, row_keys=keys(version), temperature=2.0)
+        np.testing.assert_array_equal(out.mask, usual.mask)
+        np.testing.assert_array_equal(out.tokens[out.mask], usual.tokens[usual.mask])
+        np.testing.assert_array_equal(out.logprobs, usual.logprobs)
+    every = {(True, False), (True, True), (False, True)}
+    assert kinds == {(*kind, padding) for kind in every for padding in (True, False)}, "draw more responses"
 
 
 def test_when_every_row_ends_early_the_rest_is_padding(policy):
     out = sample(policy)
-    short = int(np.flatnonzero(out.mask[:SAMPLES].sum(axis=1) <= 2)[0])
+    short = int(np.flatnonzero(out.stopped[:SAMPLES] & ~out.mask[:SAMPLES, -2])[0])
     prompts, row_keys = [PROMPTS[0]] * len(PROMPTS), jax.numpy.repeat(keys()[short][None], ROWS)
     ended = sample(policy, prompts, row_keys)
     assert ended.stopped.all()
@@ -182,7 +180,7 @@ def test_a_policy_that_never_ends_is_cut_and_one_that_ends_is_not():
 def test_one_program_serves_every_version_temperature_and_prompt(policy):
     sample(policy)
     before = generate._cache_size()
-    other = policies.random_policy(VOCAB, seed=1)
+    other = policies.random_policy(VOCAB, seed=1, layers=1)
     assert other[0] == policy[0] and other[0] is not policy[0]
     sample(other, PROMPTS[::-1], keys(version=7), temperature=0.3)
     assert generate._cache_size() == before > 0

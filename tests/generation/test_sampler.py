@@ -44,7 +44,7 @@ def test_finish_reasons_are_the_engines_and_never_a_width():
     """REGRESSIONS 12: of two responses as long as the array, one ended and one was cut."""
     responses = collect(["18,19.", "18,190", "3.", "19."], [True, False, True, True])
     assert responses.finish_reasons == ["stop", "length", "stop", "stop"]
-    assert responses.lengths.tolist() == [6, 6, 2, 2]
+    assert responses.lengths.tolist() == [6, 6, 2, 3]
 
 
 def test_rows_are_graded_against_the_gold_answer_of_their_own_group():

@@ -16,14 +16,14 @@ from tests.models import policies
 
 CONFIG = Config(
     task=TaskConfig(min_operands=2, max_operands=3),
-    model=replace(policies.TINY, layers=1),
+    model=policies.TINY,
     sampling=SamplingConfig(temperature=0.8, max_new_tokens=6),
     rollouts=RolloutConfig(prompts_per_batch=6, group_size=3, units_per_batch=2),
     learner=LearnerConfig(updates_per_batch=2),
 )
 TASK = ArithmeticTask(CONFIG.task)
-MODEL, BASE = policies.random_policy(TASK.tokenizer.vocab_size, layers=1)
-_, LATER = policies.random_policy(TASK.tokenizer.vocab_size, seed=1, layers=1)
+MODEL, BASE = policies.random_policy(TASK.tokenizer.vocab_size)
+_, LATER = policies.random_policy(TASK.tokenizer.vocab_size, seed=1)
 UNITS = [UnitId(version, batch, unit) for version in (0, 4) for batch in (0, 1) for unit in (0, 1)]
 
 

@@ -9,22 +9,20 @@ import optax
 
 from m2po_jax import objectives
 from m2po_jax.learner.update import MiniBatch, UpdateSpec
-from m2po_jax.models import Transformer
-from tests import tiny
+from tests.models import policies
 
 GROUPS, SIZE, PROMPT, RESPONSE, VOCABULARY = 3, 4, 5, 6, 15
 
 
 def spec(objective: str = "m2po", temperature: float = 0.7, **hyperparameters: float) -> UpdateSpec:
-    model = Transformer(tiny.TINY.model, VOCABULARY)
+    model, _ = policies.random_policy(VOCABULARY, layers=1)
     return UpdateSpec(model, objectives.get(objective, **hyperparameters), temperature, SIZE, "std")
 
 
 @functools.cache
 def params() -> Any:
-    """Parameters five times as large as fresh ones, so that the policy has preferences."""
-    fresh = spec().model.init_params(jax.random.key(3))
-    return jax.tree.map(lambda x: 5.0 * x, fresh)
+    """Parameters that the optimiser's tests start from; never donated."""
+    return policies.random_policy(VOCABULARY, seed=3, spread=2.0, layers=1)[1]
 
 
 def mini_batch(seed: int = 0, **changes: Any) -> MiniBatch:

@@ -31,8 +31,8 @@ def random_policy(vocab_size: int, seed: int = 0, spread: float = 1.0, **config)
 def markov_policy(logits_VV: np.ndarray) -> tuple[Transformer, dict]:
     """A model and parameters whose next-token logits are `logits_VV[last token]`, exactly: its blocks add nothing."""
     vocab_size = len(logits_VV)
-    sizes = {"layers": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 2, "mlp_width": 2}
-    model = Transformer(ModelConfig(width=vocab_size, tie_embeddings=False, **sizes), vocab_size)
+    sizes = {"width": vocab_size, "layers": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 2, "mlp_width": 2}
+    model = Transformer(ModelConfig(**sizes, norm_eps=1e-12, tie_embeddings=False), vocab_size)
     abstract = jax.eval_shape(model.init_params, jax.random.key(0))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), abstract)
     params["embedding"] = np.eye(vocab_size, dtype=np.float32)

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from m2po_jax.config import Config, ConfigError, StalenessConfig, UserError
-from m2po_jax.rollouts import Store, create_or_resume, open_run
+from m2po_jax.rollouts import Store, create_or_resume, open_run, sole_learner
 
 
 def test_a_run_is_made_once_and_resumed_with_the_same_configuration(store):
@@ -65,3 +65,12 @@ print(create_or_resume(store, Config()).run_id)
         maker.stdin.flush()
     ids = {maker.communicate(timeout=30)[0].strip() for maker in makers}
     assert ids == {open_run(store.local_path)[1].run_id}
+
+
+def test_a_second_learner_of_a_run_is_refused_until_the_first_ends(tmp_path):
+    store = Store.open(tmp_path, create=True)
+    with sole_learner(store):
+        with pytest.raises(UserError, match="another process is training"), sole_learner(store):
+            pass
+    with sole_learner(store):
+        pass
