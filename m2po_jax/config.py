@@ -93,7 +93,7 @@ class WarmStartConfig:
 
     target_accuracy: float = 0.3
     """Stop at the first check at which sampled held-out accuracy reaches this."""
-    slip_rate: float = 0.25
+    slip_rate: float = 0.3
     """Share of the running sums in the demonstrations that are wrong: an imitator knows more than it samples."""
     max_steps: int = 4000
     """Give up, with an error, after this many supervised steps."""
@@ -190,17 +190,17 @@ class ObjectiveConfig:
 class LearnerConfig:
     """The optimiser and the loop around it."""
 
-    total_updates: int = 1024
+    total_updates: int = 1536
     """Model updates in the run."""
     updates_per_batch: int = 4
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
-    learning_rate: float = 3e-5
+    learning_rate: float = 6e-4
     """Peak AdamW learning rate."""
     warmup_updates: int = 10
     """Updates of linear warm-up, the first at learning_rate / warmup_updates."""
-    final_learning_rate_share: float = 1.0
+    final_learning_rate_share: float = 0.05
     """Linear decay after the warm-up, to this share of learning_rate at total_updates; 1 keeps it constant."""
     adam_b1: float = 0.9
     """AdamW decay of the first moment."""
@@ -210,7 +210,7 @@ class LearnerConfig:
     """AdamW epsilon."""
     weight_decay: float = 0.0
     """AdamW decoupled weight decay."""
-    clip_norm: float = 1.0
+    clip_norm: float = 5.0
     """Global gradient norm is clipped to this."""
     checkpoint_every: int = 128
     """Updates between checkpoints of the full train state; a multiple of updates_per_batch."""

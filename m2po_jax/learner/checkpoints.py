@@ -1,5 +1,8 @@
 """Checkpoints of the full train state with the data cursor, through Orbax, written in the background."""
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +13,7 @@ import orbax.checkpoint as ocp
 from m2po_jax.config import UserError
 from m2po_jax.learner.state import TrainState
 from m2po_jax.rollouts import Store
+from m2po_jax.rollouts.store import is_no_room, no_room
 
 _DIRECTORY = "checkpoints"
 
@@ -33,6 +37,7 @@ class Checkpoints:
         """Keeps the newest `keep` checkpoints."""
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_format_fixed_length=8, create=True)
         self._location = store.location(_DIRECTORY)
+        logging.getLogger("absl").addFilter(_is_news)  # a filter that is there already is not added again
         self._manager = ocp.CheckpointManager(self._location, options=options)
 
     def latest(self) -> int | None:
@@ -45,7 +50,8 @@ class Checkpoints:
             return
         copied = jax.tree.map(jnp.copy, state)  # on CPU the host view would be the donated buffer itself
         parts = ocp.args.Composite(state=ocp.args.StandardSave(copied), cursor=ocp.args.JsonSave(asdict(cursor)))
-        self._manager.save(cursor.version, args=parts)
+        with self._no_room_said():
+            self._manager.save(cursor.version, args=parts)
 
     def restore(self, version: int, like: TrainState) -> tuple[TrainState, Cursor]:
         """The state and cursor of a version, with the shapes and shardings of `like`.
@@ -65,9 +71,26 @@ class Checkpoints:
         return jax.tree.map(jnp.array, restored["state"]), Cursor(**restored["cursor"])
 
     def wait(self) -> None:
-        """Return when every started checkpoint is whole."""
-        self._manager.wait_until_finished()
+        """Return when every started checkpoint is whole. Raises UserError when the disk is full, as `save` does."""
+        with self._no_room_said():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Wait, and release the background threads."""
-        self._manager.close()
+        with self._no_room_said():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _no_room_said(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax and TensorStore raise many types
+            if is_no_room(error):
+                raise no_room(self._location) from error
+            raise
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for the tracebacks that Orbax logs, one a thread, of the full disk that it then raises here."""
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not is_no_room(error)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
+from m2po_jax.learner.events import Events
 from m2po_jax.rollouts import Store, write_segment
 
 
@@ -22,7 +22,7 @@ class MetricsLog:
         self._store, self._segment = store, first_version
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
-        self._events = SummaryWriter(str(tensorboard), purge_step=first_version, flush_secs=10) if tensorboard else None
+        self._events = Events(tensorboard, first_version) if tensorboard else None
         self._started, self._first, self.latest = time.perf_counter(), first_version, dict[str, Any]()
 
     def updates(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
@@ -41,8 +41,6 @@ class MetricsLog:
             return
         write_segment(self._store, self._segment, self._lines)
         self._segment, self._lines = next_version, []
-        if self._events:
-            self._events.flush()
 
     def close(self) -> None:
         """Release the event file."""
@@ -60,7 +58,6 @@ class MetricsLog:
     def _append(self, line: dict[str, Any]) -> None:
         self._lines.append(line)
         if self._events:
-            numbers = {name: value for name, value in line.items() if isinstance(value, (int, float))}
-            version = numbers.pop("version")
-            for name, value in numbers.items():
-                self._events.add_scalar(f"{line['event']}/{name}", value, int(version))
+            tag = line["event"]
+            numbers = {f"{tag}/{name}": value for name, value in line.items() if isinstance(value, (int, float))}
+            self._events.scalars(line["version"], numbers)

@@ -43,8 +43,9 @@ def second_moment_mask(
     Note: subnormal log-ratios and squares count as 0, which is what accelerators make of them; squares above 2^96 count
     as 2^96. See `cutoffs` for the accuracy of the decision.
     """
-    usable_BT = jnp.asarray(response_mask) & jnp.isfinite(log_ratio)
-    log_ratio_BT = jnp.where(usable_BT, as_float32(log_ratio), 0.0)
+    log_ratio_BT = as_float32(log_ratio)
+    usable_BT = jnp.asarray(response_mask) & jnp.isfinite(log_ratio_BT)
+    log_ratio_BT = jnp.where(usable_BT, log_ratio_BT, 0.0)
     trust_region_BT = trust_region(log_ratio_BT, as_float32(advantages))
     second_moment_BT = second_moment(log_ratio_BT)
     cutoff = mask_cutoff(second_moment_BT, trust_region_BT, checked_threshold(threshold))

@@ -10,8 +10,9 @@ def rollouts(groups=4, size=2) -> Rollouts:
     prompts = np.repeat(np.arange(groups), size)
     prompt_lengths = (1 + prompts % 3).astype(np.int32)
     response_lengths = (1 + np.arange(rows) % 4).astype(np.int32)
+    ids = 10 * prompts[:, None] + np.arange(1, 4)
     return Rollouts(
-        prompt_tokens=((np.arange(3) < prompt_lengths[:, None]) * (10 * prompts[:, None] + np.arange(1, 4))).astype(np.int32),
+        prompt_tokens=np.where(np.arange(3) < prompt_lengths[:, None], ids, 0).astype(np.int32),
         prompt_lengths=prompt_lengths,
         response_tokens=((np.arange(4) < response_lengths[:, None]) * 7).astype(np.int32),
         response_lengths=response_lengths,

@@ -13,7 +13,7 @@ NAMES = ("m2po", "m2po_clip", "grpo", "grpo_no_tr", "gspo")
 
 @dataclass
 class Batch:
-    """One batch as float64: log_ratio 0 and usable False where masked or not finite."""
+    """One batch as float64: log_ratio 0 and usable False where masked or not finite; XLA reads subnormals as 0."""
 
     log_ratio: np.ndarray
     advantages: np.ndarray
@@ -25,7 +25,7 @@ class Batch:
         with np.errstate(invalid="ignore", over="ignore"):
             difference = np.asarray(policy, np.float32) - np.asarray(behavior, np.float32)
         usable = mask & np.isfinite(difference)
-        log_ratio = np.where(usable, difference, 0.0).astype(np.float64)
+        log_ratio = np.where(usable & (np.abs(difference) >= TINY), difference, 0.0).astype(np.float64)
         wide = np.broadcast_to(np.asarray(advantages, np.float64), mask.shape)
         return cls(log_ratio, np.where(mask, wide, 0.0), mask, usable)
 

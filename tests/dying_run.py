@@ -1,0 +1,86 @@
+"""`python -m tests.dying_run RUN BASE [POINT NTH]`: the tiny run in a process that kills itself at a named point.
+
+BASE is a run to take version 0 from, or `-` for a warm start. At the NTH arrival at POINT the process sends itself
+SIGKILL: nothing is flushed, closed or caught, as in a preemption. Exit code 0 when the run finished, 2 with one line
+for a UserError.
+"""
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from m2po_jax.config import UserError
+from tests import tiny
+
+POINTS = {
+    "before the first weights": ("m2po_jax.rollouts.weights:publish", "before"),
+    "while weights are written": ("m2po_jax.rollouts.weights:_save", "during"),
+    "between weights and LATEST": ("m2po_jax.rollouts.weights:_point_latest", "before"),
+    "before a shard": ("m2po_jax.generation.service:write_shard", "before"),
+    "between the shards of a batch": ("m2po_jax.generation.service:write_shard", "after"),
+    "before a batch record": ("m2po_jax.lockstep:write_batch_record", "before"),
+    "after a batch record": ("m2po_jax.lockstep:write_batch_record", "after"),
+    "between the updates of a batch": ("m2po_jax.lockstep:Lockstep._facts", "after"),
+    "before metrics": ("m2po_jax.learner.metrics:write_segment", "before"),
+    "between metrics and checkpoint": ("m2po_jax.lockstep:Checkpoints.save", "before"),
+    "while a checkpoint is written": ("m2po_jax.lockstep:Checkpoints.save", "after"),
+    "before weights are retired": ("m2po_jax.lockstep:Lockstep._retire", "before"),
+    "while weights are retired": ("m2po_jax.rollouts.store:shutil.rmtree", "before"),
+}
+"""Name -> the function that is interrupted, and when. Several points are arrived at for each version or unit."""
+
+_DURING_S = 0.004
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(point: str, nth: int) -> None:
+    """Wrap the point's function so that its NTH call is the last thing the process does."""
+    target, when = POINTS[point]
+    module, path = target.split(":")
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for attribute in owners:
+        owner = getattr(owner, attribute)
+    setattr(owner, name, _dying(getattr(owner, name), when, nth))
+
+
+def _dying(function: Callable[..., Any], when: str, nth: int) -> Callable[..., Any]:
+    calls = [0]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == nth and when == "before":
+            die()
+        if calls[0] == nth and when == "during":
+            threading.Thread(target=lambda: (time.sleep(_DURING_S), die()), daemon=True).start()
+        result = function(*args, **kwargs)
+        if calls[0] == nth and when == "after":
+            die()
+        return result
+
+    return wrapper
+
+
+def main(run: str, base: str, point: str | None = None, nth: str = "1") -> None:
+    if point is not None:
+        interrupt(point, int(nth))
+    watcher = tiny.Watcher()
+    try:
+        tiny.train(tiny.TINY, run, None if base == "-" else base, watcher)
+    except UserError as error:
+        print(f"m2po: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        print(*watcher.notes, sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

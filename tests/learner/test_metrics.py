@@ -1,0 +1,75 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.rollouts import Store, read_segments
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    return Store.open(tmp_path / "run", create=True)
+
+
+def batch(version: int, loss: float = 0.5):
+    return [({"version": version + i, "mini_batch": i}, {"loss": jnp.float32(loss), "skipped": 0.0}) for i in (0, 1)]
+
+
+def segments(store):
+    return [path.removeprefix("metrics/") for path in store.list("metrics")]
+
+
+def test_a_batch_is_fetched_when_the_next_one_comes(store):
+    log = MetricsLog(store, 0, None)
+    log.updates(batch(0))
+    assert log.latest == {}
+    log.updates(batch(2))
+    assert log.latest["version"] == 1 and log.latest["loss"] == 0.5
+    assert log.latest["updates_per_s"] > 0 and log.latest["wall_time_s"] > 0
+
+
+def test_segments_hold_whole_intervals_and_every_line(store):
+    log = MetricsLog(store, 0, None)
+    log.evaluation(0, {"accuracy": 0.25})
+    for version in (0, 2, 4):
+        log.updates(batch(version))
+        if version == 2:
+            log.flush(4)
+    assert segments(store) == ["00000000.jsonl"], "nothing is written between flushes"
+    log.flush(6)
+    log.flush(6)
+    assert segments(store) == ["00000000.jsonl", "00000004.jsonl"]
+    lines = read_segments(store)
+    assert [line["version"] for line in lines if line["event"] == "update"] == list(range(6))
+    assert [(line["version"], line["accuracy"]) for line in lines if line["event"] == "evaluation"] == [(0, 0.25)]
+
+
+def test_a_resumed_log_replaces_the_segment_it_begins(store):
+    first = MetricsLog(store, 4, None)
+    first.updates(batch(4, loss=1.0))
+    first.flush(6)
+    second = MetricsLog(store, 4, None)
+    for version in (4, 6):
+        second.updates(batch(version, loss=2.0))
+    second.flush(8)
+    assert segments(store) == ["00000004.jsonl"]
+    assert [(line["version"], line["loss"]) for line in read_segments(store)] == [(v, 2.0) for v in (4, 5, 6, 7)]
+
+
+def test_a_number_that_is_none_becomes_null(store):
+    log = MetricsLog(store, 0, None)
+    log.updates(batch(0, loss=float("nan")))
+    log.flush(2)
+    assert [line["loss"] for line in read_segments(store)] == [None, None]
+
+
+def test_events_are_written_for_tensorboard(store, tmp_path):
+    log = MetricsLog(store, 0, tmp_path / "events")
+    log.evaluation(0, {"accuracy": 0.25})
+    log.updates(batch(0))
+    log.flush(2)
+    log.close()
+    (file,) = (tmp_path / "events").iterdir()
+    text = file.read_bytes()
+    assert all(tag in text for tag in (b"evaluation/accuracy", b"update/loss", b"update/mini_batch"))
+    assert np.float32(0.25).tobytes() in text
