@@ -7,6 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs/quickstart
+SEEDS ?= 1
 WORKERS ?= 2
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
@@ -27,7 +28,7 @@ help: ## list the targets
 		printf '%-14s %s\n' "$$name" "$$text"; done
 
 quickstart: $(VENV)/.installed ## make .venv, run the four arms of the quickstart, write the report
-	$(BIN)/m2po sweep experiments/quickstart.py --runs $(RUNS)
+	$(BIN)/m2po sweep experiments/quickstart.py --runs $(RUNS) --seeds $(SEEDS)
 
 test: lint types ## make .venv, run ruff, mypy and all tests, the slow ones too
 	$(PYTEST) $(PARALLEL)

@@ -196,12 +196,16 @@ class LearnerConfig:
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
-    learning_rate: float = 6e-4
+    learning_rate: float = 6.5e-4
     """Peak AdamW learning rate."""
     warmup_updates: int = 10
     """Updates of linear warm-up, the first at learning_rate / warmup_updates."""
-    final_learning_rate_share: float = 0.05
-    """Linear decay after the warm-up, to this share of learning_rate at total_updates; 1 keeps it constant."""
+    decay_after: int = 704
+    """Updates at the peak rate before the decay begins."""
+    decay_updates: int | None = 448
+    """Updates of linear decay; None keeps the rate constant."""
+    final_learning_rate_share: float = 0.04
+    """The decay ends at this share of learning_rate, which is kept to the end."""
     adam_b1: float = 0.9
     """AdamW decay of the first moment."""
     adam_b2: float = 0.999
@@ -210,7 +214,7 @@ class LearnerConfig:
     """AdamW epsilon."""
     weight_decay: float = 0.0
     """AdamW decoupled weight decay."""
-    clip_norm: float = 5.0
+    clip_norm: float = 1.0
     """Global gradient norm is clipped to this."""
     checkpoint_every: int = 128
     """Updates between checkpoints of the full train state; a multiple of updates_per_batch."""
@@ -222,7 +226,7 @@ class LearnerConfig:
     def __post_init__(self):
         for name in ("total_updates", "updates_per_batch", "checkpoint_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"learner.{name} is {getattr(self, name)}: use 1 or more")
-        for name in ("publish_every", "diagnostics_every"):
+        for name in ("publish_every", "diagnostics_every", "decay_updates"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"learner.{name} is {value}: use 1 or more, or None")
         _require(self.learning_rate > 0, f"learner.learning_rate is {self.learning_rate}: use a positive number")
@@ -231,7 +235,7 @@ class LearnerConfig:
             f"learner.final_learning_rate_share is {self.final_learning_rate_share}: use a share in [0, 1]",
         )
         _require(self.clip_norm > 0, f"learner.clip_norm is {self.clip_norm}: use a positive number")
-        for name in ("warmup_updates", "weight_decay"):
+        for name in ("warmup_updates", "decay_after", "weight_decay"):
             _require(getattr(self, name) >= 0, f"learner.{name} is {getattr(self, name)}: use 0 or more")
         for name in ("adam_b1", "adam_b2"):
             value = getattr(self, name)

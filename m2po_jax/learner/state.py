@@ -36,16 +36,14 @@ def make_optimizer(config: LearnerConfig) -> optax.GradientTransformation:
 
 
 def learning_rate_schedule(config: LearnerConfig) -> optax.Schedule:
-    """Learning rate by applied updates: linear warm-up, the first at peak / warmup_updates, then linear decay."""
-    peak, warmup = config.learning_rate, config.warmup_updates
-    decay_updates = max(config.total_updates - warmup, 1)
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1)),
-            optax.linear_schedule(peak, peak * config.final_learning_rate_share, decay_updates),
-        ],
-        [warmup],
-    )
+    """Learning rate by applied updates: linear warm-up, the first at peak / warmup_updates; constant; linear decay."""
+    peak, warmup, decay = config.learning_rate, config.warmup_updates, config.decay_updates
+    ramp = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    if decay is None:
+        return optax.join_schedules([ramp, optax.constant_schedule(peak)], [warmup])
+    fall = optax.linear_schedule(peak, peak * config.final_learning_rate_share, decay)
+    constant = max(config.decay_after, warmup)
+    return optax.join_schedules([ramp, optax.constant_schedule(peak), fall], [warmup, constant])
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

@@ -12,7 +12,7 @@ from m2po_jax.tasks.tokenizer import CharTokenizer
 
 _HASH_RANGE = 2**64
 _MOST_REFUSED = 20_000
-"""Draws in a row from the wrong side of the split, after which the other side counts as empty."""
+"""Draws in a row that bring nothing, after which there counts as nothing more to be found."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class ArithmeticTask:
         """`count` training problems, each with a worked response of a student who slips.
 
         Each running sum is off by one or two with probability `slip_rate`, and the chain goes on from the wrong one:
-        a base policy that imitates this knows how to add, but samples the right answer only some of the time.
+        a base policy that imitates this knows how to add, but samples the right answer only some of the time. A slip
+        goes neither below zero nor to more digits than a right sum can have, so `max_response_tokens` holds.
         """
         rng = np.random.default_rng([*seed, 2])
         return [(problem, _slipped(problem, slip_rate, rng)) for problem in self.draw(count, seed)]
@@ -75,12 +76,14 @@ class ArithmeticTask:
             ConfigError: the task has too few held-out prompts.
         """
         problems: dict[str, Problem] = {}
-        stream = self._stream((0x4E1D,), held_out=True)
-        for _ in range(50 * count + 10_000):
-            problem = next(stream)
+        repeated = 0
+        for problem in self._stream((0x4E1D,), held_out=True):
+            repeated = repeated + 1 if problem.prompt in problems else 0
             problems.setdefault(problem.prompt, problem)
             if len(problems) == count:
                 return list(problems.values())
+            if repeated > max(_MOST_REFUSED, 10 * len(problems)):
+                break
         raise ConfigError(
             f"evaluation.prompts {count} is more than the held-out prompts of this task (about {len(problems)}):"
             " lower it, or raise task.max_operands or task.held_out_fraction"
@@ -120,9 +123,10 @@ class ArithmeticTask:
 def _slipped(problem: Problem, slip_rate: float, rng: np.random.Generator) -> str:
     total, *others = (int(operand) for operand in problem.prompt[:-1].split("+"))
     sums = []
-    for operand in others:
+    for terms, operand in enumerate(others, start=2):
         slip = rng.choice([-2, -1, 1, 2]) if rng.random() < slip_rate else 0
-        total = max(0, total + operand + int(slip))
+        widest = 10 ** len(str(9 * terms)) - 1
+        total = min(max(0, total + operand + int(slip)), widest)
         sums.append(total)
     return ",".join(map(str, sums))
 

@@ -1,10 +1,11 @@
 """Procedural addition: right demonstrations, a split that nothing crosses, draws that follow from their seed."""
 
+import numpy as np
 import pytest
 
 from m2po_jax.config import ConfigError, TaskConfig
 from m2po_jax.tasks import ArithmeticTask
-from m2po_jax.tasks.arithmetic import make_problem
+from m2po_jax.tasks.arithmetic import _slipped, make_problem
 
 TASK = ArithmeticTask(TaskConfig())
 MIXED = ArithmeticTask(TaskConfig(min_operands=2, max_operands=13))
@@ -28,6 +29,43 @@ def test_demonstrations_are_graded_right_and_every_length_fits(task):
     assert {problem.prompt.count("+") + 1 for problem in problems} == set(
         range(task.config.min_operands, task.config.max_operands + 1)
     )
+
+
+def sums_of(answer: str) -> list[int]:
+    return [int(text) for text in answer.split(",")]
+
+
+def test_a_student_who_never_slips_gives_the_worked_responses():
+    worked = MIXED.demonstrations(100, 0.0, (1, 2))
+    assert worked == [(problem, problem.demonstration) for problem in MIXED.draw(100, (1, 2))]
+
+
+def test_a_student_slips_at_the_set_rate_by_one_or_two_and_goes_on_from_there():
+    slips = []
+    for problem, answer in TASK.demonstrations(1000, 0.3, (1, 2)):
+        total, *others = map(int, problem.prompt[:-1].split("+"))
+        for operand, stated in zip(others, sums_of(answer), strict=True):
+            slips.append(stated - total - operand)
+            total = stated
+    share = {slip: slips.count(slip) / len(slips) for slip in range(-2, 3)}
+    assert sum(share.values()) == pytest.approx(1.0)
+    assert share == pytest.approx({-2: 0.075, -1: 0.075, 0: 0.7, 1: 0.075, 2: 0.075}, abs=0.025)
+
+
+def test_demonstrations_follow_from_their_seed_alone():
+    worked = TASK.demonstrations(50, 0.5, (1, 2))
+    assert worked == ArithmeticTask(TaskConfig()).demonstrations(50, 0.5, (1, 2))
+    assert [answer for _, answer in worked] != [answer for _, answer in TASK.demonstrations(50, 0.5, (1, 3))]
+
+
+@pytest.mark.parametrize("operands", [2, 4, 10, 11, 12])
+def test_no_slip_is_longer_than_the_longest_response(operands):
+    task = ArithmeticTask(TaskConfig(min_operands=2, max_operands=operands))
+    for digit in (0, 9):
+        problem, rng = make_problem([digit] * operands), np.random.default_rng(0)
+        answers = [_slipped(problem, 0.99, rng) for _ in range(200)]
+        assert all(len(answer) < task.max_response_tokens for answer in answers)
+        assert min(min(sums_of(answer)) for answer in answers) >= 0
 
 
 @pytest.mark.parametrize("operands", [2, 4, 11, 12, 20])
@@ -76,10 +114,12 @@ def test_whether_a_prompt_is_held_out_is_its_own_property_and_grows_with_the_fra
     assert all(map(ArithmeticTask(TaskConfig(min_operands=2, max_operands=9)).is_held_out, prompts))
 
 
-def test_asking_for_more_held_out_prompts_than_there_are_is_refused():
+def test_every_held_out_prompt_is_found_and_one_more_is_refused():
     small = ArithmeticTask(TaskConfig(min_operands=2, max_operands=2))
-    with pytest.raises(ConfigError, match=r"evaluation.prompts 101 .*lower it, or raise task.max_operands"):
-        small.held_out(101)
+    every = {prompt for a in range(10) for b in range(10) if small.is_held_out(prompt := f"{a}+{b}=")}
+    assert {problem.prompt for problem in small.held_out(len(every))} == every
+    with pytest.raises(ConfigError, match=rf"evaluation.prompts {len(every) + 1} .*lower it, or raise task.max_"):
+        small.held_out(len(every) + 1)
 
 
 @pytest.mark.parametrize("fraction, side", [(1e-9, "held-out"), (1 - 1e-9, "training")])
