@@ -69,8 +69,7 @@ print(create_or_resume(store, Config()).run_id)
 
 def test_a_second_learner_of_a_run_is_refused_until_the_first_ends(tmp_path):
     store = Store.open(tmp_path, create=True)
-    with sole_learner(store):
-        with pytest.raises(UserError, match="another process is training"), sole_learner(store):
-            pass
+    with sole_learner(store), pytest.raises(UserError, match="another process is training"), sole_learner(store):
+        pass
     with sole_learner(store):
         pass
