@@ -3,6 +3,8 @@
 For each batch: make what is missing, read and verify it, record what is about to be consumed, update, publish.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -270,10 +272,22 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None)
     Raises:
         UserError: bad configuration, a run with another configuration, an unusable store.
     """
+    with _opened(config, run, progress) as lockstep:
+        lockstep.base_policy(base)
+        return lockstep.run()
+
+
+def make_base(config: Config, run: str, progress: Progress) -> None:
+    """Only make the run's base policy, version 0, by a warm start; raises as `train` does."""
+    with _opened(config, run, progress) as lockstep:
+        lockstep.base_policy(None)
+
+
+@contextlib.contextmanager
+def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
     objectives.get(config.objective.name, **config.objective.hyperparameters)
     ArithmeticTask(config.task).held_out(config.evaluation.prompts)  # refused before the run directory is made
     store = Store.open(run, create=True)
-    lockstep = Lockstep(store, create_or_resume(store, config), progress)
+    info = create_or_resume(store, config)
     with sole_learner(store):
-        lockstep.base_policy(base)
-        return lockstep.run()
+        yield Lockstep(store, info, progress)

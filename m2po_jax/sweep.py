@@ -15,7 +15,7 @@ from rich.console import Console
 from m2po_jax.analysis import report, table
 from m2po_jax.analysis.frames import find_runs, load
 from m2po_jax.config import Config, UserError
-from m2po_jax.lockstep import train
+from m2po_jax.lockstep import make_base, train
 from m2po_jax.progress import RunView, StopSignals, bars
 from m2po_jax.rollouts import open_run, weights
 
@@ -69,6 +69,7 @@ class _Worker:
     process: BaseProcess
     slot: int
     view: RunView
+    base_only: bool
 
 
 class _Workers:
@@ -80,7 +81,7 @@ class _Workers:
         self.context = multiprocessing.get_context("spawn")
         self.messages: Any = self.context.Queue()
         self.error: str | None = None
-        self.stopped = False
+        self.stopped = self.looked = False
 
     def run(self) -> bool:
         with StopSignals() as signals, bars() as drawn:
@@ -88,33 +89,39 @@ class _Workers:
                 if (signals.asked or self.error) and not self.stopped:
                     drawn.console.print(f"{signals.asked or 'error'}: finishing this batch and checkpointing")
                     self._stop()
-                while not self.stopped and (start := self._next()) is not None:
-                    self._start(*start, RunView(drawn, f"{start[0].name} seed {start[0].seed}", signals))
+                while not self.stopped and (config := self._next()) is not None:
+                    self._start(config, RunView(drawn, f"{config.name} seed {config.seed}", signals))
                 self._listen()
         if self.error:
             raise UserError(self.error)
         return not self.stopped
 
-    def _next(self) -> tuple[Config, str | None] | None:
-        """A run that may start now, with the run its base policy comes from."""
+    def _next(self) -> Config | None:
+        """A run that may start now: its base policy is there, or nobody is making it."""
         if len(self.active) >= self.jobs:
             return None
         for config in self.todo:
-            base = _sibling(self.planned, self.runs, config)
-            own = _has_base(run_directory(self.runs, config), config)
-            busy = any(_base_of(worker.config) == _base_of(config) for worker in self.active.values())
-            if own or base or not busy:
+            if self._base(config) or not any(_same_base(worker.config, config) for worker in self.active.values()):
                 self.todo.remove(config)
-                return config, None if own else base
+                return config
         return None
 
-    def _start(self, config: Config, base: str | None, view: RunView) -> None:
-        run = run_directory(self.runs, config)
+    def _base(self, config: Config) -> str | None:
+        """A run that has the base policy of `config`, its own run first."""
+        places = [config, *(other for other in self.planned if other is not config)]
+        runs = (run_directory(self.runs, place) for place in places)
+        return next((run for run in runs if _has_base(run, config)), None)
+
+    def _start(self, config: Config, view: RunView) -> None:
+        """Start a run; where its base policy is missing, make that alone, on all cores if nothing else can run."""
+        run, base = run_directory(self.runs, config), self._base(config)
+        alone = base is None and not self.active and all(_same_base(other, config) for other in self.todo)
         slot = next(slot for slot in range(self.jobs) if all(w.slot != slot for w in self.active.values()))
-        arguments = (config, run, base, _cores(slot, self.jobs), os.getpid(), self.messages)
+        cores = _cores(0, 1) if alone else _cores(slot, self.jobs)
+        arguments = (config, run, base, cores, os.getpid(), self.messages)
         process = self.context.Process(target=_work, args=arguments, daemon=False)
         process.start()
-        self.active[run] = _Worker(config, process, slot, view)
+        self.active[run] = _Worker(config, process, slot, view, base_only=base is None)
 
     def _listen(self) -> None:
         """Show what workers say; a worker that dies without a word is an error."""
@@ -128,6 +135,8 @@ class _Workers:
             self._ended(run, *arguments)
         elif run in self.active:
             getattr(self.active[run].view, what)(*arguments)
+            if what == "update" and not self.looked and arguments[0] > self.active[run].config.learner.checkpoint_every:
+                self._look()
 
     def _ended(self, run: str, error: str | None) -> None:
         worker = self.active.pop(run, None)
@@ -136,10 +145,19 @@ class _Workers:
         worker.process.join()
         worker.view.close()
         self.error = self.error or error
-        if error is None and not self.stopped:
-            worker.view.note("done")
-            if self.todo or self.active:
-                report.write([self.runs])  # an early look
+        if error is not None or self.stopped:
+            return
+        if worker.base_only:
+            self.todo.insert(0, worker.config)
+            return
+        worker.view.note("done")
+        if self.todo or self.active:
+            self._look()
+
+    def _look(self) -> None:
+        """Write the report of what there is so far."""
+        self.looked = True
+        report.write([self.runs])
 
     def _stop(self) -> None:
         self.stopped = True
@@ -170,14 +188,21 @@ class _Reporter:
 
 
 def _work(config: Config, run: str, base: str | None, cores: set[int], parent: int, messages: Any) -> None:
-    """One run in a process of its own. Ctrl-C is the parent's business: it sends SIGTERM."""
+    """One run, or its base policy where there is none, in a process of its own.
+
+    Ctrl-C is the parent's business: it sends SIGTERM.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     with StopSignals((signal.SIGTERM,)) as signals:
         error = None
         try:
-            train(config, run, _Reporter(run, messages, parent, signals), base)
+            reporter = _Reporter(run, messages, parent, signals)
+            if base is None:
+                make_base(config, run, reporter)
+            else:
+                train(config, run, reporter, base)
         except UserError as problem:
             error = str(problem)
         except KeyboardInterrupt:
@@ -202,24 +227,16 @@ def _finished(run: str, config: Config) -> bool:
     return load(run).complete
 
 
-def _sibling(planned: Sequence[Config], runs: str, config: Config) -> str | None:
-    """A run of the sweep whose base policy is this run's too, if it has one already."""
-    for other in planned:
-        run = run_directory(runs, other)
-        if other is not config and _has_base(run, config):
-            return run
-    return None
-
-
 def _has_base(run: str, config: Config) -> bool:
     """Whether there is a run whose version 0 was made as `config` would make it."""
     try:
         store, info = open_run(run)
     except UserError:
         return False
-    return _base_of(info.config) == _base_of(config) and 0 in weights.versions(store)
+    return _same_base(info.config, config) and 0 in weights.versions(store)
 
 
-def _base_of(config: Config) -> tuple[Any, ...]:
-    """What a base policy depends on."""
-    return config.seed, config.task, config.model, config.warm_start, config.sampling, config.evaluation.prompts
+def _same_base(a: Config, b: Config) -> bool:
+    """Whether two configurations make the same base policy."""
+    parts = [(c.seed, c.task, c.model, c.warm_start, c.sampling, c.evaluation.prompts) for c in (a, b)]
+    return parts[0] == parts[1]
