@@ -38,6 +38,7 @@ BASE = [
     "pandas>=2.2",
     "pyarrow>=18",
     "rich>=13.9",
+    "scipy>=1.14",
     "tensorboardX>=2.6",
     "tyro>=1.0",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from rich.table import Table
+from scipy import stats
 
 from m2po_jax.analysis.frames import RunData, arms
 
@@ -13,8 +14,6 @@ SMOOTHED_EVALUATIONS = 3
 """Width, in evaluations, of the centred mean in which peak and collapse are sought."""
 
 Pair = tuple[str, str]
-
-_STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
 
 @dataclass(frozen=True)
@@ -124,16 +123,8 @@ def default_pairs(runs: Sequence[RunData], reference: str = "grpo-s0") -> list[P
 
 
 def student_t(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t: tabled to 10 degrees of freedom, then expanded about the normal's.
-
-    Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5; within 1e-3 of the exact value.
-    """
-    if degrees <= len(_STUDENT_T):
-        return _STUDENT_T[degrees - 1]
-    z = 1.959964
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    """The 97.5 % quantile of Student's t."""
+    return float(stats.t.ppf(0.975, degrees))
 
 
 LABELS = {
@@ -168,9 +159,21 @@ def formatted(frame: pd.DataFrame) -> pd.DataFrame:
     return text.rename(columns=LABELS)
 
 
+TERMINAL_COLUMNS = [
+    "arm",
+    "seeds",
+    "final_accuracy",
+    "vs_reference_points",
+    "collapse_frac",
+    "masked_frac",
+    "m2_before",
+]
+"""Columns of `summary` that fit a terminal of 80 characters."""
+
+
 def render(frame: pd.DataFrame, title: str | None = None) -> Table:
-    """The table for a terminal, as a rich renderable."""
-    text = formatted(frame)
+    """The table for a terminal, as a rich renderable; of `summary` the columns that fit."""
+    text = formatted(frame[[c for c in TERMINAL_COLUMNS if c in frame]] if "seeds" in frame else frame)
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in text.columns:
         table.add_column(column, justify="left" if column in ("arm", "minus") else "right", no_wrap=column == "arm")
