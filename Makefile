@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs/quickstart
-SEEDS ?= 1
+SEEDS ?= 4
 WORKERS ?= 2
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
