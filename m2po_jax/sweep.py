@@ -44,7 +44,7 @@ def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, job
     if not _Workers(planned, todo, runs, jobs).run():
         console.print("stopped; the same command resumes", markup=False)
         return False
-    console.print(f"report: {report.write([runs])}", markup=False, soft_wrap=True)
+    console.print(f"report: {report.write([runs], runs)}", markup=False, soft_wrap=True)
     summarise(runs, console)
     return True
 
@@ -157,7 +157,7 @@ class _Workers:
     def _look(self) -> None:
         """Write the report of what there is so far."""
         self.looked = True
-        report.write([self.runs])
+        report.write([self.runs], self.runs)
 
     def _stop(self) -> None:
         self.stopped = True

@@ -48,7 +48,7 @@ def standard_promotion() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def user_env() -> dict[str, str]:
     """The environment for a subprocess as a user would start it: one CPU device, none of the settings above."""
     return {**USER_ENVIRONMENT, "JAX_PLATFORMS": "cpu"}

@@ -62,19 +62,25 @@ def test_no_random_batch_comes_near_the_rounding_bound(shape, seeds):
         np.testing.assert_array_equal(kept, reference.algorithm_1(batch, 0.04))
 
 
-def test_the_exact_sum_decides_where_a_float32_sum_would_not():
-    """2^24 + 1 is lost in float32: the mean exceeds tau by a part in 2^26 or does not, and the mask must tell."""
-    small = np.full(4096, 2.0**-10, np.float32)
-    exact = sum(Fraction(float(x)) ** 2 for x in small)
-    tau = np.float32(2.0**-9)
-    largest = Fraction(float(tau)) * 4097 - exact
-    outlier = np.float32(np.sqrt(float(largest)))
-    while Fraction(float(outlier * outlier)) > largest:
-        outlier = np.nextafter(outlier, np.float32(0))
-    above = np.nextafter(outlier, np.float32(10))
-    for value, masked in ((outlier, 0), (above, 1)):
-        log_ratio, advantages, mask = column(*small, value)
-        assert int((~jitted_mask(log_ratio, advantages, mask, tau)).sum()) == masked
+def largest_log_ratio(second_moment):
+    """Largest float32 whose float32 square is at most that."""
+    x = np.float32(np.sqrt(float(second_moment)) * 1.00001)
+    while Fraction(reference.second_moment(x)) > second_moment:
+        x = np.nextafter(x, np.float32(0))
+    return x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_exact_sum_decides_where_a_float32_sum_would_not(seed):
+    """An outlier uses up what the mean allows but for 1e-9 in a sum of 10: one float more, and it is masked."""
+    small = np.random.default_rng(seed).uniform(0.01, 0.1, 254).astype(np.float32)
+    tau, base = Fraction(float(np.float32(0.04))), Fraction(1, 100)
+    room = sum(tau - Fraction(reference.second_moment(x)) for x in small) + 2 * tau - base
+    outlier = largest_log_ratio(room)
+    last = largest_log_ratio(base + room - Fraction(reference.second_moment(outlier)))
+    for value, masked in ((last, 0), (np.nextafter(last, np.float32(1)), 1)):
+        log_ratio, advantages, mask = column(*small, outlier, value)
+        assert int((~jitted_mask(log_ratio, advantages, mask, 0.04)).sum()) == masked
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,76 @@
+"""Experiment files, saved configurations and run directories all lead to a resolved configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m2po_jax import catalog, objectives
+from m2po_jax.config import Config, ConfigError, ObjectiveConfig, UserError, to_json
+from m2po_jax.rollouts import Store, create_or_resume
+from tests import tiny
+
+EXPERIMENTS = sorted((tiny.ROOT / "experiments").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_every_experiment_builds(path: Path):
+    for config in catalog.find_experiment(str(path)):
+        objectives.get(config.objective.name, **config.objective.hyperparameters)
+        assert config.objective.hyperparameters == objectives.defaults(config.objective.name)
+        assert catalog.find_config(f"{path}:{config.name}") == config
+
+
+def test_the_quickstart_has_the_four_arms_with_one_setting():
+    arms = catalog.find_experiment(str(tiny.ROOT / "experiments" / "quickstart.py"))
+    assert {(arm.objective.name, arm.staleness.k) for arm in arms} == {
+        ("grpo", 0), ("grpo", 256), ("grpo_no_tr", 256), ("m2po", 256)
+    }  # fmt: skip
+    first = arms[0]
+    assert {
+        replace(arm, name=first.name, objective=first.objective, staleness=first.staleness) == first for arm in arms
+    } == {True}
+    assert first.learner.total_updates >= 4 * 256
+    assert first.evaluation.prompts >= 2048
+
+
+def test_a_saved_configuration_and_a_run_are_references_too(tmp_path):
+    config = catalog.resolved(replace(tiny.TINY, seed=3))
+    file = tmp_path / "config.json"
+    file.write_text(to_json(config, "abc"))
+    assert catalog.find_config(str(file)) == config
+    create_or_resume(Store.open(tmp_path / "run", create=True), config)
+    assert catalog.find_config(str(tmp_path / "run")) == config
+
+
+def test_names_that_are_not_there_are_refused_with_the_nearest(tmp_path):
+    quickstart = str(tiny.ROOT / "experiments" / "quickstart.py")
+    with pytest.raises(ConfigError, match="did you mean .*quickstart.py:m2po-s256"):
+        catalog.find_config(f"{quickstart}:m2po-s255")
+    with pytest.raises(UserError, match="several configurations, name one"):
+        catalog.find_config(quickstart)
+    with pytest.raises(UserError, match="no experiment file"):
+        catalog.find_config("experiments/nothing.py:x")
+    with pytest.raises(UserError, match="cannot read"):
+        catalog.find_config(str(tmp_path / "nothing.json"))
+    with pytest.raises(UserError):
+        catalog.find_config(str(tmp_path / "no-run"))
+    with pytest.raises(ConfigError, match="did you mean threshold"):
+        catalog.resolved(Config(objective=ObjectiveConfig("m2po", {"treshold": 0.1})))
+
+
+def test_a_file_without_configurations_is_refused(tmp_path):
+    empty = tmp_path / "empty.py"
+    empty.write_text("x = 1\n")
+    with pytest.raises(UserError, match="no function configs"):
+        catalog.find_experiment(str(empty))
+    twice = tmp_path / "twice.py"
+    twice.write_text("from tests.tiny import TINY\n\n\ndef configs():\n    return TINY, TINY\n")
+    with pytest.raises(UserError, match="two configurations have one name"):
+        catalog.find_experiment(str(twice))
+
+
+def test_another_objective_starts_from_its_own_defaults():
+    config = catalog.resolved(Config(objective=ObjectiveConfig("m2po", {"threshold": 0.1})))
+    assert catalog.with_objective(config, "m2po") == config
+    assert catalog.with_objective(config, "grpo").objective.hyperparameters == objectives.defaults("grpo")

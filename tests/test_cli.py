@@ -1,0 +1,152 @@
+"""The `m2po` command in processes of its own: help, exit codes, one line for bad input, resume."""
+
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from m2po_jax.rollouts import weights
+from m2po_jax.rollouts.store import Store
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+ARM = "tests/tiny.py:tiny"
+
+
+@pytest.fixture(scope="module")
+def env(user_env: dict[str, str]) -> dict[str, str]:
+    return tiny.subprocess_env(user_env)
+
+
+@pytest.fixture(scope="module")
+def done(env, standard_promotion, tmp_path_factory) -> Path:
+    """A finished run, made by the command."""
+    run = tmp_path_factory.mktemp("cli") / "done"
+    finished = tiny.run(env, "-m", "m2po_jax", "train", ARM, "--run", run, "--base", tiny.base_run())
+    assert finished.returncode == 0, finished.stderr
+    assert f"finished {run} at version 16" in finished.stdout
+    assert (run / "report.html").is_file()
+    return run
+
+
+def m2po(env, *arguments):
+    return tiny.run(env, "-m", "m2po_jax", *arguments)
+
+
+def test_help_of_everything_has_an_example(env):
+    usage = m2po(env, "--help")
+    assert usage.returncode == 0
+    for command in ("train", "sweep", "report", "inspect"):
+        assert command in usage.stdout
+        page = m2po(env, command, "--help")
+        assert page.returncode == 0
+        assert "Example: m2po" in page.stdout.replace("\n", " ")
+    assert "--learner.learning-rate" in m2po(env, "train", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "did you mean train"),
+        (["train"], "name a configuration"),
+        (["train", "tests/tiny.py:tinny"], "did you mean tests/tiny.py:tiny"),
+        (["train", "nowhere"], "nowhere"),
+        (["train", ARM, "--learner.lerning-rate", "1"], "--learner.learning-rate"),
+        (["train", ARM, "--learner.learning-rate", "fast"], "could not convert string to float"),
+        (["train", ARM, "--staleness.k", "-1"], "staleness.k is -1"),
+        (["train", ARM, "--staleness.k", "3"], "staleness.k 3 is not a multiple"),
+        (["train", ARM, "--rollouts.prompts-per-batch", "5"], "does not divide"),
+        (["train", ARM, "--objective.name", "gppo"], "did you mean"),
+        (["train", ARM, "--objective.threshold", "-1"], "threshold"),
+        (["train", ARM, "--evaluation.prompts", "5000"], "evaluation.prompts"),
+        (["report", "nowhere"], "nowhere"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["sweep", "nowhere.py"], "no experiment file"),
+    ],
+)
+def test_bad_input_is_said_and_ends_with_2(env, tmp_path, arguments, said):
+    if arguments[0] == "train" and len(arguments) > 1:
+        arguments = [*arguments, "--run", str(tmp_path / "run")]
+    refused = m2po(env, *arguments)
+    assert refused.returncode == 2, refused.stderr
+    assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", refused.stderr).split())
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_with_another_configuration_is_refused_by_field(env, done):
+    refused = m2po(env, "train", ARM, "--run", done, "--seed", "9")
+    assert refused.returncode == 2
+    assert "seed (0 there, 9 asked for)" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_run_is_resumed_by_its_directory_and_its_configuration_runs_again(env, done, tmp_path):
+    again = m2po(env, "train", done)
+    assert again.returncode == 0
+    assert "at version 16" in again.stdout
+    copy = tmp_path / "copy"
+    fresh = m2po(env, "train", done / "config.json", "--run", copy, "--base", done)
+    assert fresh.returncode == 0, fresh.stderr
+    digests = [weights.read_digest(Store.open(run), 16) for run in (done, copy)]
+    assert digests[0] == digests[1]
+
+
+def test_inspect_verifies_every_shard_and_names_the_bad_one(env, done, tmp_path):
+    assert m2po(env, "inspect", done).returncode == 0
+    damaged = tmp_path / "damaged"
+    shutil.copytree(done, damaged)
+    shard = sorted((damaged / "rollouts").glob("*/*.parquet"))[3]
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    found = m2po(env, "inspect", damaged)
+    assert found.returncode == 1
+    assert shard.name in found.stdout
+
+
+def test_shards_are_read_by_pandas_alone(done):
+    rollouts = pd.read_parquet(done / "rollouts")
+    assert rollouts.reward.isin([0.0, 1.0]).all()
+    lengths = rollouts.response_tokens.map(len)
+    assert (lengths == rollouts.behavior_logprobs.map(len)).all()
+    assert rollouts.groupby("group_id").size().eq(4).all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_run_that_resumes_to_the_same_bits(env, done, tmp_path, number):
+    run = tmp_path / "stopped"
+    process = tiny.start(env, "-m", "m2po_jax", "train", ARM, "--run", run, "--base", done)
+    deadline = time.monotonic() + 120
+    while not list(run.glob("batches/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert f"resume with: m2po train {run}" in said
+    resumed = m2po(env, "train", run)
+    assert resumed.returncode == 0, resumed.stderr
+    assert weights.read_digest(Store.open(run), 16) == weights.read_digest(Store.open(done), 16)
+
+
+def test_sweep_shares_a_base_policy_skips_what_is_done_and_reports(env, tmp_path):
+    runs = tmp_path / "sweep"
+    first = m2po(env, "sweep", "tests/tiny.py", "--runs", runs, "--seeds", "1", "2", "--only", "tiny")
+    assert first.returncode == 0, first.stderr
+    assert (runs / "report.html").is_file()
+    second = m2po(env, "sweep", "tests/tiny.py", "--runs", runs, "--seeds", "1", "2")
+    assert second.returncode == 0, second.stderr
+    assert "2 of 4 runs are done already" in second.stdout
+    assert "base policy taken from" in second.stderr
+    for seed in (1, 2):
+        base = {weights.read_digest(Store.open(runs / arm / f"seed-{seed}"), 0) for arm in ("tiny", "tiny-s0")}
+        assert len(base) == 1
+    table = second.stdout[second.stdout.index("Arms") :]
+    assert "tiny-s0" in table
+    third = m2po(env, "sweep", "tests/tiny.py", "--runs", runs, "--seeds", "1", "2")
+    assert "4 of 4 runs are done already" in third.stdout
