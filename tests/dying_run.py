@@ -17,6 +17,8 @@ from typing import Any
 from m2po_jax.config import UserError
 from tests import tiny
 
+CONFIG = tiny.with_learner(tiny.TINY, total_updates=24)
+
 POINTS = {
     "before the first weights": ("m2po_jax.rollouts.weights:publish", "before"),
     "while weights are written": ("m2po_jax.rollouts.weights:_save", "during"),
@@ -74,7 +76,7 @@ def main(run: str, base: str, point: str | None = None, nth: str = "1") -> None:
         interrupt(point, int(nth))
     watcher = tiny.Watcher()
     try:
-        tiny.train(tiny.TINY, run, None if base == "-" else base, watcher)
+        tiny.train(CONFIG, run, None if base == "-" else base, watcher)
     except UserError as error:
         print(f"m2po: {error}", file=sys.stderr)
         sys.exit(2)

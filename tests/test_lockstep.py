@@ -251,9 +251,9 @@ def test_diagnostics_say_what_the_update_saw(stale):
 
 
 def test_damaged_shards_are_named_set_aside_and_made_again(stale, tmp_path, monkeypatch):
-    """A flipped byte, a truncation and an empty file, as soon as each is written: the run ends with the same bits."""
+    """A lost block, a truncation and an empty file, as soon as each is written: the run ends with the same bits."""
     damages = {
-        UnitId(0, 0, 1): lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:],
+        UnitId(0, 0, 1): lambda data: data[:300] + bytes(64) + data[364:],
         UnitId(2, 0, 0): lambda data: data[: len(data) // 2],
         UnitId(4, 0, 1): lambda data: b"",
     }
