@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 RUNS ?= runs/quickstart
-SEEDS ?= 4
+SEEDS ?= 7
 WORKERS ?= 2
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))

@@ -190,21 +190,21 @@ class ObjectiveConfig:
 class LearnerConfig:
     """The optimiser and the loop around it."""
 
-    total_updates: int = 1536
+    total_updates: int = 1280
     """Model updates in the run."""
     updates_per_batch: int = 4
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
-    learning_rate: float = 6.5e-4
+    learning_rate: float = 6e-4
     """Peak AdamW learning rate."""
     warmup_updates: int = 10
     """Updates of linear warm-up, the first at learning_rate / warmup_updates."""
-    decay_after: int = 704
+    decay_after: int = 0
     """Updates at the peak rate before the decay begins."""
-    decay_updates: int | None = 448
+    decay_updates: int | None = 1280
     """Updates of linear decay; None keeps the rate constant."""
-    final_learning_rate_share: float = 0.04
+    final_learning_rate_share: float = 0.05
     """The decay ends at this share of learning_rate, which is kept to the end."""
     adam_b1: float = 0.9
     """AdamW decay of the first moment."""
