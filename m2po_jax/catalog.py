@@ -45,10 +45,16 @@ def find_experiment(path: str) -> tuple[Config, ...]:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError) as error:
+        raise UserError(f"{path} cannot be loaded: {error}") from error
     if not hasattr(module, "configs"):
         raise UserError(f"{path} has no function configs() that returns configurations")
-    configs = tuple(resolved(config) for config in module.configs())
+    made = tuple(module.configs())
+    if not made or not all(isinstance(config, Config) for config in made):
+        raise UserError(f"{path}: configs() must return one or more m2po_jax.config.Config")
+    configs = tuple(resolved(config) for config in made)
     if len({config.name for config in configs}) != len(configs):
         raise UserError(f"{path}: two configurations have one name")
     return configs
@@ -86,3 +92,5 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a saved configuration: it is no text") from error

@@ -111,8 +111,9 @@ def train(arguments: list[str]) -> int:
 def _train(options: TrainOptions, run: str) -> int:
     from m2po_jax import lockstep
     from m2po_jax.analysis import report
-    from m2po_jax.progress import RunView, StopSignals, bars
+    from m2po_jax.progress import RunView, StopSignals, bars, hush_closed_loops
 
+    hush_closed_loops()
     with StopSignals() as signals, bars() as drawn:
         view = RunView(drawn, options.config.name, signals)
         outcome = lockstep.train(options.config, run, view, options.base)

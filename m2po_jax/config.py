@@ -6,6 +6,7 @@ updates unless a field says otherwise.
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -292,6 +293,8 @@ class Config:
 
     def __post_init__(self):
         learner, rollouts = self.learner, self.rollouts
+        for key, value in flatten(self).items():
+            _require(not isinstance(value, float) or math.isfinite(value), f"{key} is {value}: use a finite number")
         _require(
             bool(self.name) and all(c.isalnum() or c in "-_" for c in self.name),
             f"name is {self.name!r}: use letters, digits, - and _",

@@ -35,6 +35,7 @@ from m2po_jax.rollouts import (
     concatenate,
     create_or_resume,
     exactly,
+    open_run,
     read_batch_record,
     read_shard,
     served_after,
@@ -121,6 +122,8 @@ class Lockstep:
         try:
             if version == 0:
                 self._evaluate(log, state, 0)
+            else:
+                self._publish(state, version)  # in case it was lost after the checkpoint
             while version < learner.total_updates and not self.progress.stopping():
                 state = self._batch(log, state, version)
                 version += learner.updates_per_batch
@@ -272,6 +275,8 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None)
     Raises:
         UserError: bad configuration, a run with another configuration, an unusable store.
     """
+    if base is not None:  # refused before the run directory is made
+        weights.read_digest(open_run(base)[0], 0)
     with _opened(config, run, progress) as lockstep:
         lockstep.base_policy(base)
         return lockstep.run()

@@ -59,6 +59,20 @@ class StopSignals:
         self.asked = signal.Signals(number).name
 
 
+def hush_closed_loops() -> None:
+    """Keep from standard error what a full disk leaves behind in this process, and say the rest as before.
+
+    Orbax closes its event loop at the first write that fails; the callback of each other one then finds it closed.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def bars() -> Bars:
     """An empty set of progress bars on standard error."""
     return Bars(
@@ -70,6 +84,7 @@ def bars() -> Bars:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=Console(file=sys.stderr),
+        transient=True,
     )
 
 

@@ -1,5 +1,6 @@
 """`m2po sweep`: every configuration of an experiment, for every seed, from one base policy a seed; then the report."""
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -16,10 +17,11 @@ from m2po_jax.analysis import report, table
 from m2po_jax.analysis.frames import find_runs, load
 from m2po_jax.config import Config, UserError
 from m2po_jax.lockstep import make_base, train
-from m2po_jax.progress import RunView, StopSignals, bars
+from m2po_jax.progress import Bars, RunView, StopSignals, bars, hush_closed_loops
 from m2po_jax.rollouts import open_run, weights
 
 _POLL_S = 0.1
+_LOG = logging.getLogger(__name__)
 
 
 def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, jobs: int, console: Console) -> bool:
@@ -38,6 +40,8 @@ def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, job
         UserError: a run could not go on; the others were asked to stop first.
     """
     planned = [replace(config, seed=seed) for seed in seeds or () for config in configs] or list(configs)
+    if len({run_directory(runs, config) for config in planned}) < len(planned):
+        raise UserError("a sweep runs each arm once for each seed: name no arm and no seed twice")
     todo = [config for config in planned if not _finished(run_directory(runs, config), config)]
     if len(todo) < len(planned):
         console.print(f"{len(planned) - len(todo)} of {len(planned)} runs are done already")
@@ -85,16 +89,23 @@ class _Workers:
 
     def run(self) -> bool:
         with StopSignals() as signals, bars() as drawn:
-            while self.active or (self.todo and not self.stopped):
-                if (signals.asked or self.error) and not self.stopped:
-                    drawn.console.print(f"{signals.asked or 'error'}: finishing this batch and checkpointing")
-                    self._stop()
-                while not self.stopped and (config := self._next()) is not None:
-                    self._start(config, RunView(drawn, f"{config.name} seed {config.seed}", signals))
-                self._listen()
+            try:
+                self._until_done(signals, drawn)
+            except BaseException:
+                self._stop()
+                raise
         if self.error:
             raise UserError(self.error)
         return not self.stopped
+
+    def _until_done(self, signals: StopSignals, drawn: Bars) -> None:
+        while self.active or (self.todo and not self.stopped):
+            if (signals.asked or self.error) and not self.stopped:
+                drawn.console.print(f"{signals.asked or 'error'}: finishing this batch and checkpointing")
+                self._stop()
+            while not self.stopped and (config := self._next()) is not None:
+                self._start(config, RunView(drawn, f"{config.name} seed {config.seed}", signals))
+            self._listen()
 
     def _next(self) -> Config | None:
         """A run that may start now: its base policy is there, or nobody is making it."""
@@ -120,16 +131,19 @@ class _Workers:
         cores = _cores(0, 1) if alone else _cores(slot, self.jobs)
         arguments = (config, run, base, cores, os.getpid(), self.messages)
         process = self.context.Process(target=_work, args=arguments, daemon=False)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a Ctrl-C must not end a worker's imports
         process.start()
+        signal.signal(signal.SIGINT, before)
         self.active[run] = _Worker(config, process, slot, view, base_only=base is None)
 
     def _listen(self) -> None:
         """Show what workers say; a worker that dies without a word is an error."""
+        dead = [run for run, worker in self.active.items() if not worker.process.is_alive()]
         try:
             run, what, arguments = self.messages.get(timeout=_POLL_S)
         except queue.Empty:
-            for run in [run for run, worker in self.active.items() if not worker.process.is_alive()]:
-                self._ended(run, f"{run} ended without a word (exit code {self.active[run].process.exitcode})")
+            for run in dead:  # before the wait, so their last words would have come
+                self._ended(run, f"{run} ended without a word (exit code {self.active[run].process.exitcode})", False)
             return
         if what == "ended":
             self._ended(run, *arguments)
@@ -138,14 +152,16 @@ class _Workers:
             if what == "update" and not self.looked and arguments[0] > self.active[run].config.learner.checkpoint_every:
                 self._look()
 
-    def _ended(self, run: str, error: str | None) -> None:
+    def _ended(self, run: str, error: str | None, finished: bool) -> None:
         worker = self.active.pop(run, None)
         if worker is None:
             return
         worker.process.join()
         worker.view.close()
-        self.error = self.error or error
-        if error is not None or self.stopped:
+        if self.stopped:
+            return
+        self.error = error or (None if finished else f"{run} was stopped from outside; the same command resumes")
+        if self.error:
             return
         if worker.base_only:
             self.todo.insert(0, worker.config)
@@ -155,9 +171,12 @@ class _Workers:
             self._look()
 
     def _look(self) -> None:
-        """Write the report of what there is so far."""
+        """Write the report of what there is so far; what hinders it is said, and does not end the sweep."""
         self.looked = True
-        report.write([self.runs], self.runs)
+        try:
+            report.write([self.runs], self.runs)
+        except (UserError, OSError) as error:
+            _LOG.warning("no early report: %s", error)
 
     def _stop(self) -> None:
         self.stopped = True
@@ -190,24 +209,25 @@ class _Reporter:
 def _work(config: Config, run: str, base: str | None, cores: set[int], parent: int, messages: Any) -> None:
     """One run, or its base policy where there is none, in a process of its own.
 
-    Ctrl-C is the parent's business: it sends SIGTERM.
+    Stopping is the parent's business: it sends SIGTERM once.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgrp()  # signals to the parent's group are the parent's business too
+    hush_closed_loops()
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     with StopSignals((signal.SIGTERM,)) as signals:
-        error = None
+        error, finished = None, True
         try:
             reporter = _Reporter(run, messages, parent, signals)
             if base is None:
                 make_base(config, run, reporter)
             else:
-                train(config, run, reporter, base)
+                finished = train(config, run, reporter, base).finished
         except UserError as problem:
             error = str(problem)
         except KeyboardInterrupt:
-            error = None
-    messages.put((run, "ended", (error,)))
+            finished = False
+    messages.put((run, "ended", (error, finished)))
 
 
 def _cores(slot: int, jobs: int) -> set[int]:
@@ -215,7 +235,9 @@ def _cores(slot: int, jobs: int) -> set[int]:
     if not hasattr(os, "sched_getaffinity"):
         return set()
     cores = sorted(os.sched_getaffinity(0))
-    return set(cores[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs])
+    share = max(len(cores) // jobs, 1)
+    first = slot * share % len(cores)
+    return set(cores[first : first + share])
 
 
 def _finished(run: str, config: Config) -> bool:

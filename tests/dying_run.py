@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from m2po_jax.config import UserError
+from m2po_jax.progress import hush_closed_loops
 from tests import tiny
 
 CONFIG = tiny.with_learner(tiny.TINY, total_updates=24)
@@ -74,6 +75,7 @@ def _dying(function: Callable[..., Any], when: str, nth: int) -> Callable[..., A
 def main(run: str, base: str, point: str | None = None, nth: str = "1") -> None:
     if point is not None:
         interrupt(point, int(nth))
+    hush_closed_loops()
     watcher = tiny.Watcher()
     try:
         tiny.train(CONFIG, run, None if base == "-" else base, watcher)

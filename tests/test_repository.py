@@ -177,7 +177,7 @@ def test_an_installed_environment_is_left_alone(tmp_path):
         (tmp_path / name).touch()
     shutil.copy(ROOT / "Makefile", tmp_path)
     planned = make("-n", "quickstart", "PYTHON=unused", cwd=tmp_path).stdout
-    assert planned.splitlines() == [".venv/bin/m2po sweep experiments/quickstart.py --runs runs/quickstart"]
+    assert planned.splitlines() == [".venv/bin/m2po sweep experiments/quickstart.py --runs runs/quickstart --seeds 7"]
 
 
 def test_ci_runs_all_tests():

@@ -91,6 +91,6 @@ class Checkpoints:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for the tracebacks, one a thread, of the full disk that Orbax then raises here, and for a slow disk."""
+    """False for what Orbax logs of its housekeeping, and for its tracebacks of a full disk, which we say in a line."""
     error = record.exc_info[1] if record.exc_info else None
-    return (error is None or not is_no_room(error)) and "Waiting for previous save" not in record.getMessage()
+    return record.levelno >= logging.ERROR and (error is None or not is_no_room(error))

@@ -42,7 +42,7 @@ def warm_start(
     params = model.init_params(key)
     opt_state = optimizer.init(params)
     for step in range(config.max_steps + 1):
-        if step % config.check_every == 0:
+        if step % config.check_every == 0 or step == config.max_steps:
             reached = accuracy(params, step)
             on_check(step, reached)
             if reached >= config.target_accuracy:

@@ -87,7 +87,10 @@ def read_digest(store: Store, version: int) -> str:
         return str(json.loads(store.get(f"{weights_path(version)}/{_METADATA}"))["custom_metadata"][_DIGEST])
     except FileNotFoundError as error:
         there = ", ".join(map(str, versions(store))) or "none"
-        raise UserError(f"no weights of version {version} at {location}: the versions there are {there}") from error
+        raise UserError(
+            f"no weights of version {version} at {location}: the versions there are {there};"
+            " to make it again, delete the checkpoints after it and resume, or start a new run"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise _unusable(location, version, f"their metadata is unreadable ({error!r})") from error
 
