@@ -1,6 +1,9 @@
+import struct
+
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from tensorboardX.crc32c import crc32c
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from m2po_jax.learner.metrics import MetricsLog
 from m2po_jax.rollouts import Store, read_segments
@@ -63,13 +66,44 @@ def test_a_number_that_is_none_becomes_null(store):
     assert [line["loss"] for line in read_segments(store)] == [None, None]
 
 
-def test_events_are_written_for_tensorboard(store, tmp_path):
+def events_in(directory) -> list[Event]:
+    """Every event of the files there, with the checksums of the TFRecord format verified."""
+    found = []
+    for file in sorted(directory.iterdir()):
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            body = data[12 : 12 + length]
+            assert struct.unpack("<I", data[8:12]) == (masked(crc32c(data[:8])),)
+            assert struct.unpack("<I", data[12 + length : 16 + length]) == (masked(crc32c(body)),)
+            found.append(Event.FromString(body))
+            data = data[16 + length :]
+    return found
+
+
+def masked(crc: int) -> int:
+    return (((crc >> 15) | (crc << 17) & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+
+
+def test_events_are_written_for_tensorboard_as_they_come(store, tmp_path):
     log = MetricsLog(store, 0, tmp_path / "events")
     log.evaluation(0, {"accuracy": 0.25})
     log.updates(batch(0))
-    log.flush(2)
+    log.updates(batch(2))
+    first, start, *events = events_in(tmp_path / "events")
+    assert first.file_version == "brain.Event:2" and start.session_log.status == SessionLog.START
+    values = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value]
+    assert (0, "evaluation/accuracy", 0.25) in values
+    assert [value for value in values if value[1] == "update/loss"] == [
+        (0, "update/loss", 0.5),
+        (1, "update/loss", 0.5),
+    ]
     log.close()
-    (file,) = (tmp_path / "events").iterdir()
-    text = file.read_bytes()
-    assert all(tag in text for tag in (b"evaluation/accuracy", b"update/loss", b"update/mini_batch"))
-    assert np.float32(0.25).tobytes() in text
+
+
+def test_a_resumed_log_voids_the_events_it_writes_again(store, tmp_path):
+    for first_version in (0, 4):
+        log = MetricsLog(store, first_version, tmp_path / "events")
+        log.close()
+    starts = [event.step for event in events_in(tmp_path / "events") if event.HasField("session_log")]
+    assert starts == [0, 4]

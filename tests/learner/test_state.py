@@ -25,6 +25,14 @@ def test_the_rate_rises_in_equal_steps_to_its_peak(warmup, expected):
     np.testing.assert_allclose([float(schedule(step)) for step in range(len(expected))], expected, rtol=1e-6)
 
 
+def test_the_rate_falls_in_equal_steps_to_its_share_and_stays():
+    schedule = learning_rate_schedule(
+        config(warmup_updates=2, decay_after=3, decay_updates=4, final_learning_rate_share=0.2)
+    )
+    expected = [0.05, 0.1, 0.1, 0.1, 0.08, 0.06, 0.04, 0.02, 0.02]
+    np.testing.assert_allclose([float(schedule(step)) for step in range(9)], expected, rtol=1e-5)
+
+
 def test_the_first_step_of_adam_is_the_warm_rate():
     optimizer = make_optimizer(config(warmup_updates=4))
     state, metrics = apply_gradients(init_state(PARAMS, optimizer), PARAMS, jnp.float32(0), optimizer)
