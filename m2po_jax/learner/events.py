@@ -18,7 +18,7 @@ class Events:
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = EventsWriter(str(directory / "events"))
+            self._file = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
         except OSError as error:
             raise self._said(error) from error
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))

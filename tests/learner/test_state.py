@@ -13,7 +13,9 @@ PARAMS = {"a": np.array([1.0, -2.0], np.float32), "b": np.array([[0.5]], np.floa
 
 
 def config(**changes):
-    return LearnerConfig(**{"learning_rate": 0.1, "warmup_updates": 0, "updates_per_batch": 1, **changes})
+    return LearnerConfig(
+        **{"learning_rate": 0.1, "warmup_updates": 0, "decay_updates": None, "updates_per_batch": 1, **changes}
+    )
 
 
 @pytest.mark.parametrize(
