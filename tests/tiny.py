@@ -45,7 +45,7 @@ TINY = Config(
     staleness=StalenessConfig(k=4),
     learner=LearnerConfig(
         total_updates=16, updates_per_batch=2, checkpoint_every=4, learning_rate=3e-3, warmup_updates=2,
-        decay_updates=None, decay_updates=None,
+        decay_updates=None,
         diagnostics_every=None,
     ),
     evaluation=EvaluationConfig(every=8, prompts=16),
