@@ -30,7 +30,6 @@ DEATHS = [
     ("between weights and LATEST", 3),
     ("before weights are retired", 1),
     ("while weights are retired", 1),
-    ("before metrics", 2),
 ]
 """Point and how often it is passed before. One run dies of all of them, one after the other."""
 
@@ -87,7 +86,7 @@ def test_a_run_that_is_killed_at_every_step_ends_with_the_same_bits(env, base, r
 def test_a_command_that_is_killed_at_random_moments_ends_with_the_same_bits(env, base, reference, tmp_path):
     run, moments = tmp_path / "run", random.Random(20251)
     arguments = ["train", reference / "config.json", "--run", run, "--base", base]
-    for _ in range(3):
+    for _ in range(2):
         delay_s = moments.uniform(0.0, 0.7)
         killed = kill_soon(run, delay_s, env, arguments)
         assert killed in (KILLED, 0), f"exit code {killed} after {delay_s:.2f} s"
@@ -131,7 +130,7 @@ def _mount(root: Path, options: str) -> bool:
 def test_a_run_on_a_full_disk_says_so_and_resumes_with_more_room(env, base, reference, small_disk):
     root, resize = small_disk
     run, full = root / "run", 0
-    for size_kib in (200, 320, 440, 560, 4096):
+    for size_kib in (200, 360, 520, 4096):
         assert resize(size_kib)
         ended = tiny.run(env, "-m", "tests.dying_run", run, base)
         if ended.returncode == 0:
@@ -139,5 +138,5 @@ def test_a_run_on_a_full_disk_says_so_and_resumes_with_more_room(env, base, refe
         full += 1
         assert ended.returncode == 2, ended.stderr
         assert ended.stderr.startswith("m2po: no space left to write ") and ended.stderr.count("\n") == 1, ended.stderr
-    assert ended.returncode == 0 and full >= 3
+    assert ended.returncode == 0 and full >= 2
     same_end(run, reference)

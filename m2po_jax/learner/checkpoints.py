@@ -37,7 +37,8 @@ class Checkpoints:
         """Keeps the newest `keep` checkpoints."""
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_format_fixed_length=8, create=True)
         self._location = store.location(_DIRECTORY)
-        logging.getLogger("absl").addFilter(_is_news)  # a filter that is there already is not added again
+        for logger in ("absl", "asyncio"):
+            logging.getLogger(logger).addFilter(_is_news)  # a filter that is there already is not added again
         self._manager = ocp.CheckpointManager(self._location, options=options)
 
     def latest(self) -> int | None:
