@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from m2po_jax import objectives
 from m2po_jax.config import Config, UserError
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
+from m2po_jax.generation.engine import Streams
 from m2po_jax.learner.batches import mini_batches
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
@@ -27,6 +30,7 @@ from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
     BadShard,
     BatchRecord,
+    Provenance,
     Rollouts,
     RunInfo,
     Shard,
@@ -78,6 +82,9 @@ class Lockstep:
         )
         self.optimizer = make_optimizer(config.learner)
         self.update = make_update(self.spec, self.optimizer)
+        steps = jnp.arange(config.learner.total_updates)
+        self.learning_rates = np.asarray(jax.vmap(learning_rate_schedule(config.learner))(steps))
+        self.abstract_params = jax.eval_shape(self.model.init_params, jax.random.key(0))
         self.generator = Generator(store, info.run_id, config, self.task, self.model)
         self.held_out = HeldOut(Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed)
         self.delay_line = {
@@ -90,16 +97,15 @@ class Lockstep:
         """Publish version 0 unless it is there: copied from another run with the same base, or warm-started."""
         if 0 in weights.versions(self.store):
             return
-        abstract = jax.eval_shape(self.model.init_params, jax.random.key(0))
         if base is not None:
-            params, _ = weights.load(Store.open(base), 0, abstract)
+            params, _ = weights.load(Store.open(base), 0, self.abstract_params)
             self.progress.note(f"base policy taken from {base}")
         else:
             config = self.config.warm_start
             params = warm_start(
                 config,
                 self.model,
-                jax.random.split(jax.random.key(self.config.seed), 3)[2],
+                Streams.of(self.config.seed).parameters,
                 self._demonstrations,
                 lambda params, step: self.held_out.accuracy(params, step).value,
                 self._watch_warm_start,
@@ -140,7 +146,7 @@ class Lockstep:
         return Outcome(version, finished=version >= learner.total_updates)
 
     def _restored(self, checkpoints: Checkpoints) -> TrainState:
-        params, _ = weights.load(self.store, 0, jax.eval_shape(self.model.init_params, jax.random.key(0)))
+        params, _ = weights.load(self.store, 0, self.abstract_params)
         state = init_state(params, self.optimizer)
         version = checkpoints.latest()
         if version is None:
@@ -172,7 +178,8 @@ class Lockstep:
         wanted = units(behavior_version, batch, self.config.rollouts.units_per_batch)
         recorded = read_batch_record(self.store, version)
         self.generator.make_missing(wanted)
-        shards = [self._shard(unit) for unit in wanted]
+        expected = self._expected(behavior_version)
+        shards = [self._shard(unit, expected) for unit in wanted]
         record = BatchRecord(
             version=version,
             behavior_version=behavior_version,
@@ -187,15 +194,18 @@ class Lockstep:
             write_batch_record(self.store, record)
         return record, concatenate([shard.rollouts for shard in shards])
 
-    def _shard(self, unit: UnitId) -> Shard:
-        """One verified shard; a bad one is set aside, said, and made again.
+    def _expected(self, version: int) -> Provenance | None:
+        """What the shards of a version must state; None once its weights were retired.
 
-        Weights that were retired cannot be asked for their digest; the batch record's own digest binds such a shard.
+        The digests in the batch record then bind the shards.
         """
+        if version not in weights.versions(self.store):
+            return None
+        return self.generator.provenance(weights.read_digest(self.store, version))
+
+    def _shard(self, unit: UnitId, expected: Provenance | None) -> Shard:
+        """One verified shard; a bad one is set aside, said, and made again."""
         for _ in range(_ATTEMPTS):
-            expected = None
-            if unit.version in weights.versions(self.store):
-                expected = self.generator.provenance(weights.read_digest(self.store, unit.version))
             try:
                 return read_shard(self.store, unit, expected)
             except BadShard as bad:
@@ -250,7 +260,7 @@ class Lockstep:
             "behavior_version": record.behavior_version,
             "staleness_updates": version - record.behavior_version,
             "mini_batch": mini_batch,
-            "learning_rate": float(learning_rate_schedule(self.config.learner)(version)),
+            "learning_rate": float(self.learning_rates[version]),
         }
 
     def _cursor(self, version: int) -> Cursor:

@@ -70,6 +70,30 @@ def test_a_file_without_configurations_is_refused(tmp_path):
         catalog.find_experiment(str(twice))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("def configs(:\n", "cannot be loaded"),
+        ("import no_such_module\n", "cannot be loaded"),
+        ("def configs():\n    return ()\n", "one or more"),
+        ("def configs():\n    return [1]\n", "one or more"),
+    ],
+)
+def test_an_experiment_that_makes_no_configuration_is_refused(tmp_path, content, said):
+    file = tmp_path / "experiment.py"
+    file.write_text(content)
+    with pytest.raises(UserError, match=said) as refusal:
+        catalog.find_experiment(str(file))
+    assert str(file) in str(refusal.value)
+
+
+def test_bytes_are_no_configuration(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is no text"):
+        catalog.find_config(str(file))
+
+
 def test_another_objective_starts_from_its_own_defaults():
     config = catalog.resolved(Config(objective=ObjectiveConfig("m2po", {"threshold": 0.1})))
     assert catalog.with_objective(config, "m2po") == config

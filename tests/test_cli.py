@@ -1,5 +1,6 @@
 """The `m2po` command in processes of its own: help, exit codes, one line for bad input, resume."""
 
+import os
 import re
 import shutil
 import signal
@@ -149,3 +150,40 @@ def test_sweep_shares_a_base_policy_skips_what_is_done_and_reports(env, tmp_path
     assert "tiny-s0" in table
     third = m2po(env, "sweep", "tests/tiny.py", "--runs", runs, "--seeds", "1", "2")
     assert "4 of 4 runs are done already" in third.stdout
+
+
+def test_a_base_that_is_no_run_is_refused_before_the_run_is_made(env, tmp_path):
+    refused = m2po(env, "train", ARM, "--run", tmp_path / "run", "--base", tmp_path / "nothing")
+    assert refused.returncode == 2
+    assert "nothing" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_refuses_the_same_run_twice(env, tmp_path):
+    refused = m2po(env, "sweep", "tests/tiny.py", "--runs", tmp_path / "runs", "--seeds", "1", "1")
+    assert refused.returncode == 2
+    assert "no seed twice" in refused.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_to_a_sweep_and_its_workers_loses_no_batch(env, done, tmp_path):
+    """As `timeout` and job schedulers send it: to the whole process group."""
+    experiment = tmp_path / "long.py"
+    experiment.write_text(
+        "from tests import tiny\n\n\n"
+        "def configs():\n"
+        "    return (tiny.with_learner(tiny.TINY, total_updates=4096, checkpoint_every=4096),)\n"
+    )
+    runs = tmp_path / "runs"
+    process = tiny.start(env, "-m", "m2po_jax", "sweep", experiment, "--runs", runs, "--jobs", "1", group=True)
+    run = runs / "tiny" / "seed-0"
+    deadline = time.monotonic() + 200
+    while len(list(run.glob("batches/*.json"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, said = process.communicate(timeout=200)
+    assert process.returncode == 130, said
+    assert "the same command resumes" in out
+    newest = max(int(path.stem) for path in run.glob("batches/*.json"))
+    checkpoints = [int(path.name) for path in (run / "checkpoints").iterdir()]
+    assert max(checkpoints) == newest + tiny.TINY.learner.updates_per_batch

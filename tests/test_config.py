@@ -91,6 +91,8 @@ def test_something_else_is_no_configuration(text):
         (lambda: TaskConfig(held_out_fraction=1.0), "task.held_out_fraction"),
         (lambda: WarmStartConfig(target_accuracy=1.0), "warm_start.target_accuracy"),
         (lambda: WarmStartConfig(slip_rate=1.0), "warm_start.slip_rate"),
+        (lambda: Config(learner=LearnerConfig(learning_rate=float("inf"))), "learner.learning_rate is inf"),
+        (lambda: Config(sampling=SamplingConfig(temperature=float("inf"))), "sampling.temperature is inf"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_by_the_name_of_the_field(make, field):

@@ -120,12 +120,13 @@ def subprocess_env(user_env: dict[str, str]) -> dict[str, str]:
     }
 
 
-def start(env: dict[str, str], *arguments: Any) -> subprocess.Popen:
-    """A Python process of its own in the repository, with both streams as text."""
+def start(env: dict[str, str], *arguments: Any, group: bool = False) -> subprocess.Popen:
+    """A Python process of its own in the repository, with both streams as text; `group`: and a group of its own."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
         env=env,
+        process_group=0 if group else None,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from m2po_jax.generation import Sampler
-from m2po_jax.generation.engine import sampling_keys
+from m2po_jax.generation.engine import Streams, sampling_keys
 from m2po_jax.tasks import Problem
 
 _CHUNK = 512
@@ -37,7 +36,7 @@ class HeldOut:
         """Chooses the same `prompts` held-out prompts in every run of a task; ConfigError if there are too few."""
         self.sampler = sampler
         self.problems = sampler.task.held_out(prompts)
-        self._stream = jax.random.split(jax.random.key(seed), 3)[1]
+        self._stream = Streams.of(seed).evaluation
 
     def accuracy(self, params: Any, version: int) -> Accuracy:
         """Sampled accuracy of `params`."""

@@ -32,6 +32,19 @@ class _Carry(NamedTuple):
     done_B: Array
 
 
+class Streams(NamedTuple):
+    """Independent keys for the uses of randomness in a run, all from its seed."""
+
+    rollouts: Array
+    evaluation: Array
+    parameters: Array
+
+    @classmethod
+    def of(cls, seed: int) -> "Streams":
+        """The streams of a run with this seed."""
+        return cls(*jax.random.split(jax.random.key(seed), 3))
+
+
 @jax.jit
 def sampling_keys(stream: Array, version: Array, group_ids: Array, sample_indices: Array) -> Array:
     """One key a response: (stream, version, group, sample) folded, whatever batch, host or restart it is drawn in.

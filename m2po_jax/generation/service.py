@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from m2po_jax.config import Config
-from m2po_jax.generation.engine import Generated, sampling_keys
+from m2po_jax.generation.engine import Generated, Streams, sampling_keys
 from m2po_jax.generation.sampler import Responses, Sampler
 from m2po_jax.models import Transformer
 from m2po_jax.rollouts import Provenance, Rollouts, Store, UnitId, shard_path, weights, write_shard
-from m2po_jax.tasks import ArithmeticTask, Problem
+from m2po_jax.tasks import ArithmeticTask, Problem, right_padded
 
 _GROUPS_PER_VERSION = 2**32
 
@@ -26,6 +26,7 @@ class Generator:
         self.store, self.run_id, self.config, self.task = store, run_id, config, task
         self.sampler = Sampler(task, model, config.sampling)
         self.producer = f"{socket.gethostname()}:{os.getpid()}"
+        self._stream = Streams.of(config.seed).rollouts
         self._abstract = jax.eval_shape(model.init_params, jax.random.key(0))
         self._loaded: tuple[int, Any, str] | None = None
 
@@ -57,9 +58,8 @@ class Generator:
     def _start(self, unit: UnitId, params: Any) -> tuple[list[Problem], Generated]:
         config = self.config
         problems = self.task.draw(config.rollouts.prompts_per_unit, (config.seed, unit.version, unit.batch, unit.unit))
-        stream = jax.random.split(jax.random.key(config.seed), 3)[0]
         groups, samples = self._rows(unit)
-        keys = sampling_keys(stream, np.uint32(unit.version), groups.astype(np.uint32), samples.astype(np.uint32))
+        keys = sampling_keys(self._stream, np.uint32(unit.version), groups.astype(np.uint32), samples.astype(np.uint32))
         return problems, self.sampler.dispatch(params, problems, keys, config.rollouts.group_size)
 
     def _rows(self, unit: UnitId) -> tuple[np.ndarray, np.ndarray]:
@@ -72,13 +72,11 @@ class Generator:
     def _rollouts(self, unit: UnitId, problems: list[Problem], responses: Responses) -> Rollouts:
         size = self.config.rollouts.group_size
         draws, samples = self._rows(unit)
-        prompts = [np.array(self.task.tokenizer.encode(problem.prompt), np.int32) for problem in problems]
-        prompt_tokens = np.zeros((len(problems), self.task.max_prompt_tokens), np.int32)
-        for row, ids in enumerate(prompts):
-            prompt_tokens[row, : len(ids)] = ids
+        prompts = [self.task.tokenizer.encode(problem.prompt) for problem in problems]
+        prompt_tokens, prompt_valid = right_padded(prompts, self.task.max_prompt_tokens, self.task.tokenizer.pad_id)
         return Rollouts(
             prompt_tokens=np.repeat(prompt_tokens, size, axis=0),
-            prompt_lengths=np.repeat(np.array([len(ids) for ids in prompts], np.int32), size),
+            prompt_lengths=np.repeat(prompt_valid.sum(axis=1, dtype=np.int32), size),
             response_tokens=responses.tokens,
             response_lengths=responses.lengths,
             behavior_logprobs=responses.logprobs,
