@@ -61,17 +61,24 @@ def find_experiment(path: str) -> tuple[Config, ...]:
 
 
 def resolved(config: Config) -> Config:
-    """The same configuration with every hyperparameter of its objective written out and checked."""
+    """The same configuration with everything its objective leaves open written out and checked."""
     name, given = config.objective.name, config.objective.hyperparameters
     objectives.get(name, **given)
-    return replace(config, objective=replace(config.objective, hyperparameters=objectives.defaults(name) | given))
+    of_run = {"length_constant": float(config.sampling.max_new_tokens)}
+    objective = replace(
+        config.objective,
+        hyperparameters=objectives.defaults(name) | of_run | given,
+        normalize_advantages=config.objective.normalize_advantages or objectives.normalization(name),
+    )
+    return replace(config, objective=objective)
 
 
 def with_objective(config: Config, name: str) -> Config:
     """The same configuration with another objective at its defaults; the one it has keeps its hyperparameters."""
     if name == config.objective.name:
         return config
-    return resolved(replace(config, objective=replace(config.objective, name=name, hyperparameters={})))
+    objective = replace(config.objective, name=name, hyperparameters={}, normalize_advantages=None)
+    return resolved(replace(config, objective=objective))
 
 
 def _named(path: str, configs: Sequence[Config], name: str) -> Config:

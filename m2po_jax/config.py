@@ -181,10 +181,15 @@ class ObjectiveConfig:
 
     name: str = "m2po"
     """Row of the objectives table."""
-    hyperparameters: Annotated[dict[str, float], tyro.conf.arg(name="")] = field(default_factory=dict)
+    hyperparameters: Annotated[dict[str, float | bool | str], tyro.conf.arg(name="")] = field(default_factory=dict)
     """Overrides of the objective's own defaults; on the command line e.g. --objective.threshold 0.02."""
-    normalize_advantages: Literal["std", "none"] = "std"
-    """Divide group advantages by the sample standard deviation (GRPO) or by nothing (Dr. GRPO)."""
+    normalize_advantages: Literal["std", "none"] | None = None
+    """Divide group advantages by the sample standard deviation or by nothing; None leaves it to the objective."""
+    overlong_cache: int = 0
+    """Tokens before sampling.max_new_tokens over which a response loses reward, down to -1 (DAPO); 0 for none."""
+
+    def __post_init__(self):
+        _require(self.overlong_cache >= 0, f"objective.overlong_cache is {self.overlong_cache}: use 0 or more")
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,8 @@ class LearnerConfig:
     """Model updates in the run."""
     updates_per_batch: int = 4
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
+    micro_batches: int = 1
+    """Parts that a mini-batch is cut into to save memory; changes nothing but rounding."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
     learning_rate: float = 6e-4
@@ -225,7 +232,7 @@ class LearnerConfig:
     """Batches between token-level diagnostics samples; None writes none."""
 
     def __post_init__(self):
-        for name in ("total_updates", "updates_per_batch", "checkpoint_every", "keep_checkpoints"):
+        for name in ("total_updates", "updates_per_batch", "micro_batches", "checkpoint_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"learner.{name} is {getattr(self, name)}: use 1 or more")
         for name in ("publish_every", "diagnostics_every", "decay_updates"):
             value = getattr(self, name)
@@ -315,6 +322,11 @@ class Config:
             f"evaluation.every {self.evaluation.every} is not a multiple of learner.updates_per_batch"
             f" {learner.updates_per_batch}",
         )
+        _require(
+            self.objective.overlong_cache < self.sampling.max_new_tokens,
+            f"objective.overlong_cache {self.objective.overlong_cache} is not below sampling.max_new_tokens"
+            f" {self.sampling.max_new_tokens}",
+        )
         needed = sum(len(str(9 * terms)) + 1 for terms in range(2, self.task.max_operands + 1))
         _require(
             self.sampling.max_new_tokens >= needed,
@@ -379,6 +391,7 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (int, str, bool):
         converter.register_structure_hook(kind, _strictly(kind))
+    converter.register_structure_hook(float | bool | str, _hyperparameter)
     converter.register_structure_hook(float, lambda value, _: float(_strictly((int, float))(value, float)))
     return converter
 
@@ -390,6 +403,12 @@ def _strictly(kind: type | tuple[type, ...]) -> Callable[[Any, type], Any]:
         return value
 
     return structure
+
+
+def _hyperparameter(value: Any, _: Any) -> float | bool | str:
+    if isinstance(value, bool | str):
+        return value
+    return float(_strictly((int, float))(value, float))
 
 
 def _explain(error: Exception) -> list[str]:

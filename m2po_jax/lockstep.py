@@ -23,7 +23,7 @@ from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.metrics import MetricsLog
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
-from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_update
+from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer
 from m2po_jax.progress import Progress
@@ -78,10 +78,15 @@ class Lockstep:
             objectives.get(config.objective.name, **config.objective.hyperparameters),
             config.sampling.temperature,
             config.rollouts.group_size,
-            config.objective.normalize_advantages,
+            config.objective.normalize_advantages or objectives.normalization(config.objective.name),
+            config.sampling.max_new_tokens,
+            config.objective.overlong_cache,
+            config.learner.micro_batches,
         )
         self.optimizer = make_optimizer(config.learner)
         self.update = make_update(self.spec, self.optimizer)
+        self.score = make_score(self.spec)
+        self.reference: Any = None
         steps = jnp.arange(config.learner.total_updates)
         self.learning_rates = np.asarray(jax.vmap(learning_rate_schedule(config.learner))(steps))
         self.abstract_params = jax.eval_shape(self.model.init_params, jax.random.key(0))
@@ -124,7 +129,9 @@ class Lockstep:
         checkpoints = Checkpoints(self.store, learner.keep_checkpoints)
         state = self._restored(checkpoints)
         version = int(state.version)
-        log = MetricsLog(self.store, version, self._tensorboard())
+        log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note)
+        if self.spec.objective.config.kl_coefficient:
+            self.reference, _ = weights.load(self.store, 0, self.abstract_params)
         try:
             if version == 0:
                 self._evaluate(log, state, 0)
@@ -160,9 +167,9 @@ class Lockstep:
     def _batch(self, log: MetricsLog, state: TrainState, version: int) -> TrainState:
         record, rollouts = self._rollouts(version)
         learner = self.config.learner
-        batches = mini_batches(
-            rollouts, learner.updates_per_batch, self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
-        )
+        widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
+        batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
+        batches = [self._scored(state, batch) for batch in batches]
         if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
             self._diagnose(state, batches[0], rollouts, record)
         done = []
@@ -171,6 +178,14 @@ class Lockstep:
             done.append((self._facts(record, version + index, index), metrics))
         log.updates(done)
         return state
+
+    def _scored(self, state: TrainState, batch: MiniBatch) -> MiniBatch:
+        """With the log-probs of the other policies that the objective asks for; the proximal one is that of `state`."""
+        if self.spec.objective.definition.proximal:
+            batch = batch._replace(proximal_logprobs=self.score(state.params, batch))
+        if self.reference is not None:
+            batch = batch._replace(reference_logprobs=self.score(self.reference, batch))
+        return batch
 
     def _rollouts(self, version: int) -> tuple[BatchRecord, Rollouts]:
         """The verified rollouts that the batch at `version` consumes, recorded before they are used."""

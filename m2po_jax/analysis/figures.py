@@ -278,7 +278,7 @@ def _arm_label(name: str, members: Sequence[RunData]) -> str:
 def _threshold_line(axes: Axes, run: RunData) -> None:
     objective = run.config.objective
     threshold = {**defaults(objective.name), **objective.hyperparameters}.get("threshold")
-    if threshold:
+    if isinstance(threshold, float) and threshold:
         axes.axhline(threshold, color=INK, linestyle=(0, (1, 2)), linewidth=1.2)
         axes.annotate(
             f"τ = {threshold:g}", xy=(0, threshold), xycoords=("axes fraction", "data"), xytext=(3, 3),

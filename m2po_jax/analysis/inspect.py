@@ -263,7 +263,8 @@ def _overview(report: InspectReport) -> Table:
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
     total, state = config.learner.total_updates, "finished" if run.complete else "unfinished"
-    given = ", ".join(f"{key} {value:g}" for key, value in config.objective.hyperparameters.items())
+    hyperparameters = config.objective.hyperparameters.items()
+    given = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in hyperparameters)
     rows = {
         "run": f"{escape(report.path)}  (id {report.run_id}, m2po-jax {escape(run.package_version)})",
         "arm": f"{config.name}, seed {config.seed}: {config.objective.name}{f' ({given})' if given else ''}",

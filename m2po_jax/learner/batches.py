@@ -1,13 +1,18 @@
 """From rollouts to the mini-batches of one batch."""
 
+import jax
 import numpy as np
 
 from m2po_jax.learner.update import MiniBatch
 from m2po_jax.rollouts import Rollouts
 
 
-def mini_batches(rollouts: Rollouts, count: int, prompt_width: int, response_width: int) -> list[MiniBatch]:
+def mini_batches(
+    rollouts: Rollouts, count: int, prompt_width: int, response_width: int, staleness_updates: int
+) -> list[MiniBatch]:
     """Cut rollouts into `count` mini-batches of whole groups, in order, at fixed widths.
+
+    `staleness_updates` is their age at the first update; each later one finds them an update older.
 
     Raises ValueError when a row does not fit the widths or the rows do not divide by `count`.
     """
@@ -23,9 +28,11 @@ def mini_batches(rollouts: Rollouts, count: int, prompt_width: int, response_wid
         behavior_logprobs=rollouts.behavior_logprobs,
         rewards=rollouts.rewards,
         truncated=np.array([reason == "length" for reason in rollouts.finish_reasons]),
+        staleness=staleness_updates + np.arange(rollouts.rows, dtype=np.int32) // (rollouts.rows // count),
     )
     size = rollouts.rows // count
-    return [MiniBatch(*(x[start : start + size] for x in whole)) for start in range(0, rollouts.rows, size)]
+    cut = lambda start: jax.tree.map(lambda x: x[start : start + size], whole)  # noqa: E731
+    return [cut(start) for start in range(0, rollouts.rows, size)]
 
 
 def left_aligned_to_right(tokens: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,8 +15,15 @@ from m2po_jax.rollouts import BatchRecord, Rollouts
 def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Array]:
     """Per-token (B, T) arrays of one mini-batch under `params`: what its update is about to use."""
     logprobs_BT, entropy_BT = policy_logprobs(params, spec, batch)
-    advantages_B1 = advantages(spec, batch.rewards)[:, None]
-    kept_BT = spec.objective.kept(logprobs_BT, batch.behavior_logprobs, advantages_B1, batch.response_mask)
+    advantages_B1 = advantages(spec, batch)[:, None]
+    kept_BT = spec.objective.kept(
+        logprobs_BT,
+        batch.behavior_logprobs,
+        advantages_B1,
+        batch.response_mask,
+        proximal_logprobs=batch.proximal_logprobs,
+        finish_reason=batch.truncated,
+    )
     return {
         "policy_logprob": logprobs_BT,
         "behavior_logprob": jax.numpy.asarray(batch.behavior_logprobs),

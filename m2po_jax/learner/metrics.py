@@ -1,10 +1,12 @@
 """Metrics of updates and evaluations: fetched one batch late, kept as lines, written as whole segments."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from m2po_jax.learner.events import Events
 from m2po_jax.rollouts import Store, write_segment
@@ -17,9 +19,12 @@ class MetricsLog:
     a number it only logs.
     """
 
-    def __init__(self, store: Store, first_version: int, tensorboard: Path | None):
-        """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events."""
-        self._store, self._segment = store, first_version
+    def __init__(self, store: Store, first_version: int, tensorboard: Path | None, warn: Callable[[str], None]):
+        """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events.
+
+        `warn` is told, in a line, of every update that went wrong.
+        """
+        self._store, self._segment, self._warn = store, first_version, warn
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
         self._events = Events(tensorboard, first_version) if tensorboard else None
@@ -50,10 +55,12 @@ class MetricsLog:
     def _fetch(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
         elapsed = time.perf_counter() - self._started
         for facts, metrics in batch:
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            values = {name: _plain(value) for name, value in jax.device_get(metrics).items()}
             speed = (facts["version"] + 1 - self._first) / elapsed
             self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": speed}
             self._append({"event": "update", **self.latest})
+            for alarm in alarms(self.latest):
+                self._warn(f"update {facts['version']}: {alarm}")
 
     def _append(self, line: dict[str, Any]) -> None:
         self._lines.append(line)
@@ -61,3 +68,28 @@ class MetricsLog:
             tag = line["event"]
             numbers = {f"{tag}/{name}": value for name, value in line.items() if isinstance(value, (int, float))}
             self._events.scalars(line["version"], numbers)
+
+
+def alarms(line: dict[str, Any]) -> list[str]:
+    """What must not pass silently in the metrics of an update, a phrase each."""
+    found = [
+        f"{value:.0f} tokens whose {name.removeprefix('nonfinite_')} log-prob is not finite; masked"
+        for name, value in line.items()
+        if name.startswith("nonfinite_") and name != "nonfinite_tokens" and value
+    ]
+    if line["all_masked"]:
+        found.append("every token is masked")
+    if line["saturated_frac"]:
+        found.append(f"{line['saturated_frac']:.2%} of the ratios are saturated")
+    if line["skipped"]:
+        found.append("loss or gradient is not finite; update skipped")
+    return found
+
+
+def _plain(value: np.ndarray) -> float | list[Any]:
+    """A number, or nested lists of numbers; whole ones as integers, which JSON writes shorter."""
+    if value.ndim == 0:
+        return float(value)
+    whole = np.all(value == np.round(value))
+    plain: list[Any] = value.astype(np.int64 if whole else np.float64).tolist()
+    return plain

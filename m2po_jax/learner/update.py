@@ -11,10 +11,13 @@ from jax import Array
 
 from m2po_jax.learner.state import TrainState, apply_gradients
 from m2po_jax.models import Transformer, response_logprobs
-from m2po_jax.objectives import Objective, group_advantages
+from m2po_jax.objectives import Objective, group_advantages, overlong_penalty
+from m2po_jax.objectives.metrics import measure
+from m2po_jax.objectives.tokens import Tokens, counts_of, prepare
 
 HostOrDevice = Array | np.ndarray
 Update = Callable[[TrainState, "MiniBatch"], tuple[TrainState, dict[str, Array]]]
+Score = Callable[[Any, "MiniBatch"], Array]
 
 
 class MiniBatch(NamedTuple):
@@ -34,6 +37,12 @@ class MiniBatch(NamedTuple):
     """float32 (B,)."""
     truncated: HostOrDevice
     """bool (B,): cut by length, from the recorded finish reason."""
+    staleness: HostOrDevice
+    """int32 (B,): age in model updates at this update."""
+    proximal_logprobs: HostOrDevice | None = None
+    """float32 (B, T), under the policy at the batch's first update, for the objectives that have a proximal policy."""
+    reference_logprobs: HostOrDevice | None = None
+    """float32 (B, T), under the base policy, for a KL penalty."""
 
 
 class UpdateSpec(NamedTuple):
@@ -44,28 +53,124 @@ class UpdateSpec(NamedTuple):
     temperature: float
     group_size: int
     normalize_advantages: str
+    max_new_tokens: int
+    overlong_cache: int = 0
+    micro_batches: int = 1
 
 
 def make_update(spec: UpdateSpec, optimizer: optax.GradientTransformation) -> Update:
-    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated, metrics are float32 scalars."""
+    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated, metrics are float32 arrays."""
 
     def update(state: TrainState, batch: MiniBatch) -> tuple[TrainState, dict[str, Array]]:
-        (loss, metrics), grads = jax.value_and_grad(_loss, has_aux=True)(state.params, spec, batch)
+        loss, grads, metrics = loss_and_gradient(state.params, spec, batch)
         state, step_metrics = apply_gradients(state, grads, loss, optimizer)
         return state, metrics | step_metrics
 
     return jax.jit(update, donate_argnums=0)
 
 
-def _loss(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[Array, dict[str, Array]]:
-    advantages_B1 = advantages(spec, batch.rewards)[:, None]
-    logprobs_BT, entropy_BT = policy_logprobs(params, spec, batch)
-    loss, metrics = spec.objective(logprobs_BT, batch.behavior_logprobs, advantages_B1, batch.response_mask)
-    return loss, metrics | _batch_metrics(batch, jax.lax.stop_gradient(entropy_BT))
+def make_score(spec: UpdateSpec) -> Score:
+    """The jitted `score(params, batch) -> log-probs`, float32 (B, T): of a proximal or a reference policy."""
+
+    def score(params: Any, batch: MiniBatch) -> Array:
+        parts = _split((batch, jnp.zeros_like(batch.rewards)), spec.micro_batches)[0]
+        return _joined(jax.lax.map(lambda part: policy_logprobs(params, spec, part)[0], parts), batch)
+
+    return jax.jit(score)
 
 
-def advantages(spec: UpdateSpec, rewards_B: HostOrDevice) -> Array:
-    """Group advantages (B,) of rewards (B,), contiguous groups."""
+class _Seen(NamedTuple):
+    """What the forward pass of a part leaves behind, (B, T)."""
+
+    logprobs: Array
+    entropy: Array
+    kept: Array
+
+
+def loss_and_gradient(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[Array, Any, dict[str, Array]]:
+    """Loss, gradient and metrics of one mini-batch, but for rounding the same from any number of micro-batches.
+
+    Denominators are counts of the whole mini-batch. An objective that looks at the whole mini-batch, such as M2PO's
+    mask, has a forward pass of its own first, if there are several micro-batches. Metrics are taken of the whole.
+    """
+    objective, advantages_B = spec.objective, advantages(spec, batch)
+    counts = counts_of(_tokens(batch, advantages_B, jnp.zeros_like(batch.behavior_logprobs)))
+    parts = _split((batch, advantages_B), spec.micro_batches)
+    statistics = None
+    if spec.micro_batches > 1 and objective.needs_whole_batch:
+        logprobs_BT = jax.lax.map(lambda part: policy_logprobs(params, spec, part[0])[0], parts)
+        statistics = objective.statistics(_tokens(batch, advantages_B, _joined(logprobs_BT, batch)))
+
+    def share(params: Any, part: tuple[MiniBatch, Array]) -> tuple[Array, _Seen]:
+        logprobs_BT, entropy_BT = policy_logprobs(params, spec, part[0])
+        tokens = _tokens(*part, logprobs_BT)
+        known = objective.statistics(tokens) if statistics is None else statistics
+        loss, kept_BT = objective.partial_loss(tokens, known, counts)
+        return loss, jax.lax.stop_gradient(_Seen(logprobs_BT, entropy_BT, kept_BT))
+
+    loss, grads, seen = _accumulated(share, params, parts)
+    seen = jax.tree.map(lambda x: _joined(x, batch), seen)
+    tokens = _tokens(batch, advantages_B, seen.logprobs)
+    metrics = measure(tokens, seen.kept, loss, entropy=seen.entropy, staleness=batch.staleness)
+    return loss, grads, metrics | _batch_metrics(spec, batch)
+
+
+def _accumulated(
+    share: Callable[[Any, Any], tuple[Array, _Seen]], params: Any, parts: tuple[MiniBatch, Array]
+) -> tuple[Array, Any, _Seen]:
+    """Sum of the losses and gradients of the parts, and what each has seen, stacked."""
+    value_and_grad = jax.value_and_grad(share, has_aux=True)
+    if len(parts[1]) == 1:
+        (loss, seen), grads = value_and_grad(params, jax.tree.map(lambda x: x[0], parts))
+        return loss, grads, jax.tree.map(lambda x: x[None], seen)
+
+    def add(total: tuple[Array, Any], part: tuple[MiniBatch, Array]) -> tuple[tuple[Array, Any], _Seen]:
+        (loss, seen), grads = value_and_grad(params, part)
+        return jax.tree.map(jnp.add, total, (loss, grads)), seen
+
+    start = (jnp.float32(0.0), jax.tree.map(jnp.zeros_like, params))
+    (loss, grads), seen = jax.lax.scan(add, start, parts)
+    return loss, grads, seen
+
+
+def _split(parts: tuple[MiniBatch, Array], count: int) -> tuple[MiniBatch, Array]:
+    """Rows dealt out to `count` parts, (B, ...) to (count, rows, ...); what is missing are rows without a response.
+
+    They are dealt like cards, so that on a mesh that shards rows every part lies on all devices.
+    """
+    rows = len(parts[1])
+    size = -(-rows // count)
+    if size * count != rows:
+        index = np.arange(size * count)
+        batch, advantages_B = jax.tree.map(lambda x: jnp.asarray(x)[index % rows], parts)
+        batch = batch._replace(response_mask=batch.response_mask & (index < rows)[:, None])
+        parts = batch, advantages_B
+    return jax.tree.map(lambda x: jnp.swapaxes(jnp.reshape(x, (size, count, *x.shape[1:])), 0, 1), parts)
+
+
+def _joined(x: Array, batch: MiniBatch) -> Array:
+    """The inverse of `_split` for one array."""
+    return jnp.reshape(jnp.swapaxes(x, 0, 1), (-1, *x.shape[2:]))[: len(batch.rewards)]
+
+
+def _tokens(batch: MiniBatch, advantages_B: Array, logprobs_BT: Array) -> Tokens:
+    return prepare(
+        logprobs_BT,
+        batch.behavior_logprobs,
+        advantages_B[:, None],
+        batch.response_mask,
+        proximal_logprobs=batch.proximal_logprobs,
+        reference_logprobs=batch.reference_logprobs,
+        finish_reason=batch.truncated,
+    )
+
+
+def advantages(spec: UpdateSpec, batch: MiniBatch) -> Array:
+    """Group advantages (B,) of the rewards, contiguous groups."""
+    rewards_B = jnp.asarray(batch.rewards)
+    if spec.overlong_cache:
+        lengths_B = jnp.sum(batch.response_mask, axis=1, dtype=jnp.int32)
+        rewards_B = rewards_B + overlong_penalty(lengths_B, spec.max_new_tokens, spec.overlong_cache)
     return group_advantages(rewards_B, group_size=spec.group_size, normalize=spec.normalize_advantages)
 
 
@@ -82,11 +187,12 @@ def policy_logprobs(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[Ar
     )
 
 
-def _batch_metrics(batch: MiniBatch, entropy_BT: Array) -> dict[str, Array]:
-    tokens = jnp.sum(batch.response_mask, dtype=jnp.float32)
+def _batch_metrics(spec: UpdateSpec, batch: MiniBatch) -> dict[str, Array]:
+    groups = jnp.reshape(batch.rewards, (-1, spec.group_size))
+    silent = jnp.all(groups == groups[:, :1], axis=1)
     return {
         "reward_mean": jnp.mean(batch.rewards),
-        "response_length_mean": tokens / batch.rewards.shape[0],
-        "truncated_frac": jnp.mean(batch.truncated.astype(jnp.float32)),
-        "entropy_mean": jnp.sum(entropy_BT) / jnp.maximum(tokens, 1.0),
+        "response_length_mean": jnp.sum(batch.response_mask, dtype=jnp.float32) / batch.rewards.shape[0],
+        "truncated_frac": jnp.mean(jnp.asarray(batch.truncated).astype(jnp.float32)),
+        "no_signal_groups_frac": jnp.mean(silent.astype(jnp.float32)),
     }

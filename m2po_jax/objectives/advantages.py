@@ -82,3 +82,17 @@ def _all_equal(x_B: Array, segments_B: Array) -> Array:
     largest = jax.ops.segment_max(x_B, segments_B, num_segments=x_B.shape[0])
     smallest = jax.ops.segment_min(x_B, segments_B, num_segments=x_B.shape[0])
     return (largest == smallest)[segments_B]
+
+
+@jaxtyped(typechecker=beartype)
+def overlong_penalty(lengths: Real[Array | np.ndarray, "B"], max_tokens: int, cache: int) -> Float[Array, "B"]:
+    """What a long response loses of its reward: 0 up to `max_tokens - cache`, falling linearly to -1 at `max_tokens`.
+
+    DAPO (arXiv 2503.14476), equation 13.
+
+    Args:
+      lengths: (B,) response tokens.
+      max_tokens: longest response allowed.
+      cache: tokens before it over which the penalty grows; 1 or more.
+    """
+    return jnp.clip(((max_tokens - cache) - as_float32(lengths)) / cache, -1.0, 0.0)

@@ -5,41 +5,44 @@
     keep: drop the largest M2_t of T until the mean of M2 over what is left of T is <= tau
     J   = 1 / (number of tokens in the batch)  *  sum_t  keep_t  r_t  A_t
 
-The mask depends on the whole optimiser batch through one number, the largest second moment that is kept; that number
-is the statistic, and the rest is per token.
+The mask depends on the whole optimiser batch through one cut between two second moments; that cut is the statistic,
+and the rest is per token.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
 from m2po_jax.config import ConfigError
-from m2po_jax.objectives.cutoffs import mask_cutoff
-from m2po_jax.objectives.tokens import Tokens, policy_gradient_loss, second_moment_of, trust_region_of
+from m2po_jax.objectives.aggregation import LossConfig
+from m2po_jax.objectives.cutoffs import Cut, mask_cut
+from m2po_jax.objectives.tokens import TokenLoss, Tokens, policy_gradient_loss, second_moment_of, trust_region_of
+
+MaskScope = Literal["minibatch", "microbatch"]
 
 
 @dataclass(frozen=True)
-class M2POConfig:
+class M2POConfig(LossConfig):
     """Hyperparameters of `m2po` and `m2po_clip`."""
 
     threshold: float = 0.04
     """tau, the bound on the mean second moment of the trust region; 0.04 in all of the paper's experiments."""
+    mask_scope: MaskScope = "minibatch"
+    """The tokens that one mask looks at: all of an update's, or each micro-batch's own, as in the authors' code."""
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.threshold >= 0.0:
             raise ConfigError(f"objective.threshold is {self.threshold}: the second-moment threshold is 0 or more")
 
 
-def statistics(config: M2POConfig, tokens: Tokens) -> Float[Array, ""]:
-    """The largest second moment of T that Algorithm 1 keeps, over the whole batch; inf when it keeps all."""
-    return mask_cutoff(second_moment_of(tokens), trust_region_of(tokens), jnp.float32(config.threshold))
+def statistics(config: M2POConfig, tokens: Tokens) -> Cut:
+    """Where Algorithm 1 cuts the second moments of T, over the whole batch."""
+    return mask_cut(second_moment_of(tokens), trust_region_of(tokens), jnp.float32(config.threshold))
 
 
-def token_loss(
-    config: M2POConfig, tokens: Tokens, cutoff: Float[Array, ""]
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+def token_loss(config: M2POConfig, tokens: Tokens, cut: Cut) -> TokenLoss:
     """-keep_t r_t A_t and keep_t."""
-    masked_BT = trust_region_of(tokens) & (second_moment_of(tokens) > cutoff)
-    kept_BT = tokens.usable & ~masked_BT
-    return jnp.where(kept_BT, policy_gradient_loss(tokens), 0.0), kept_BT
+    kept_BT = tokens.usable & ~(trust_region_of(tokens) & cut.masks(second_moment_of(tokens)))
+    return TokenLoss(jnp.where(kept_BT, policy_gradient_loss(tokens), 0.0), kept_BT)

@@ -8,27 +8,31 @@ smallest value is too large. At one tau it drops at least as many tokens as Algo
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
 
-from m2po_jax.objectives.cutoffs import clip_cutoff
+from m2po_jax.objectives.cutoffs import Cut, clip_cut
 from m2po_jax.objectives.m2po import M2POConfig
-from m2po_jax.objectives.tokens import Tokens, policy_gradient_loss, ratio_of, second_moment_of, trust_region_of
+from m2po_jax.objectives.tokens import (
+    TokenLoss,
+    Tokens,
+    policy_gradient_loss,
+    ratio_of,
+    second_moment_of,
+    trust_region_of,
+)
 
 
-def statistics(config: M2POConfig, tokens: Tokens) -> Float[Array, ""]:
-    """The cap c over the whole batch; inf for no clip."""
-    return clip_cutoff(second_moment_of(tokens), trust_region_of(tokens), jnp.float32(config.threshold))
+def statistics(config: M2POConfig, tokens: Tokens) -> Cut:
+    """Where the winsorised mean cuts the second moments of T, over the whole batch; c is the largest kept."""
+    return clip_cut(second_moment_of(tokens), trust_region_of(tokens), jnp.float32(config.threshold))
 
 
-def token_loss(
-    config: M2POConfig, tokens: Tokens, cutoff: Float[Array, ""]
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+def token_loss(config: M2POConfig, tokens: Tokens, cut: Cut) -> TokenLoss:
     """PPO's pessimistic minimum with the range exp(+-sqrt c); the clip acts on tokens of T alone.
 
     The decision compares second moments, so that rounding of the root never moves the boundary token.
     """
-    clipped_BT = trust_region_of(tokens) & (second_moment_of(tokens) > cutoff)
+    clipped_BT = trust_region_of(tokens) & cut.masks(second_moment_of(tokens))
     kept_BT = tokens.usable & ~clipped_BT
-    bound_BT = ratio_of(jnp.sign(tokens.advantages) * jnp.sqrt(cutoff))
-    at_bound_BT = jnp.where(clipped_BT, -bound_BT * tokens.advantages, 0.0)
-    return jnp.where(kept_BT, policy_gradient_loss(tokens), at_bound_BT), kept_BT
+    bound = ratio_of(jnp.sign(tokens.advantages) * jnp.sqrt(cut.largest_kept))
+    at_bound_BT = jnp.where(clipped_BT, -bound * tokens.advantages, 0.0)
+    return TokenLoss(jnp.where(kept_BT, policy_gradient_loss(tokens), at_bound_BT), kept_BT)

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, jaxtyped
 
-from m2po_jax.objectives.cutoffs import SECOND_MOMENT_LIMIT, mask_cutoff
+from m2po_jax.objectives.cutoffs import SECOND_MOMENT_LIMIT, mask_cut
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -48,8 +48,8 @@ def second_moment_mask(
     log_ratio_BT = jnp.where(usable_BT, log_ratio_BT, 0.0)
     trust_region_BT = trust_region(log_ratio_BT, as_float32(advantages))
     second_moment_BT = second_moment(log_ratio_BT)
-    cutoff = mask_cutoff(second_moment_BT, trust_region_BT, checked_threshold(threshold))
-    return usable_BT & ~(trust_region_BT & (second_moment_BT > cutoff))
+    cut = mask_cut(second_moment_BT, trust_region_BT, checked_threshold(threshold))
+    return usable_BT & ~(trust_region_BT & cut.masks(second_moment_BT))
 
 
 def trust_region(log_ratio_BT: Array, advantages: Array) -> Bool[Array, "B T"]:

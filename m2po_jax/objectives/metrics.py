@@ -1,148 +1,270 @@
-"""Importance-weight statistics of a batch, kept as sums and extremes so that any split of the batch adds up to it."""
+"""Importance-weight statistics of a whole optimiser batch, computed on device from what its update used.
 
+Float32 scalars unless a shape is given; everything is 0 for an empty batch. Means run over the response tokens with
+finite log-probs unless said otherwise, r is policy over behaviour, and T are the tokens of the trust region.
+
+loss                      the objective's loss
+tokens                    response tokens
+masked_frac               share of response tokens whose gradient a mask or an active clip drops
+eps_clipped_frac          share of response tokens that PPO's clip at 0.2 would drop
+trust_region_frac         share of response tokens in T
+m2_all, m2_trust_region, m2_kept    mean of (log r)^2 over all tokens, over T, over the kept tokens of T
+ratio_mean, ratio_max, log_ratio_min, log_ratio_max
+ratio_p01, ratio_p50, ratio_p99, ratio_p999    quantiles, see `quantiles`
+k1, k3                    mean of -log r and of r - 1 - log r: estimates of KL(behaviour || policy)
+ess                       effective sample size (sum r)^2 / (n sum r^2), a share
+chi2                      mean of (r - 1)^2
+saturated_frac            share of response tokens at or beyond the clamp of the exponent
+nonfinite_tokens          response tokens without a finite log-ratio
+nonfinite_policy, nonfinite_behavior, ...      response tokens whose log-prob under that policy is not finite
+all_masked                1 when there are response tokens and none is kept
+advantage_mean, advantage_std                  over response tokens
+no_signal_frac            share of responses whose advantage is 0
+reference_kl              mean of the k3 estimate of KL(policy || reference), where reference log-probs are given
+log_ratio_histogram       (A, 3, 31) tokens by age (AGE_EDGES), sign of the advantage (-, 0, +) and log r
+                          (LOG_RATIO_EDGES); A is 1 where no ages are given
+with entropies given:
+entropy_mean, entropy_kept, entropy_masked     mean over all, kept and dropped tokens, nats
+entropy_by_ratio, tokens_by_ratio              (10,) mean entropy, and tokens, by |r - 1| (RATIO_EDGES)
+"""
+
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
-from m2po_jax.objectives.tokens import MAX_EXPONENT, Tokens, ratio_of, second_moment_of, trust_region_of
+from m2po_jax.objectives.aggregation import kl_penalty
+from m2po_jax.objectives.masks import as_float32, second_moment, trust_region
+from m2po_jax.objectives.quantiles import quantiles
+from m2po_jax.objectives.reductions import MAX_BLOCK_COLUMNS, Totals, count, largest, over_columns, total
+from m2po_jax.objectives.tokens import MAX_EXPONENT, Tokens, ratio_minus_one_of, ratio_of
 
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Float[Array, "..."]]
 
+LOG_RATIO_EDGES = np.float32(1e-3) * np.concatenate([-(2.0 ** np.arange(14, -1, -1)), 2.0 ** np.arange(15)]).astype(
+    np.float32
+)
+"""Between the bins of `log_ratio_histogram`: powers of two times 0.001, both signs, to 16.384. Bins hold their lower
+edge; the first and the last are open."""
 
-class MetricParts(NamedTuple):
-    """Metrics of a part of the batch before the division."""
+AGE_EDGES = (1, 4, 16, 64, 256, 1024)
+"""Between the ages of `log_ratio_histogram`, in model updates: 0, 1 to 3, 4 to 15, ..., 1024 and more."""
 
-    sums: dict[str, Float[Array, ""]]
-    """To be added over parts."""
-    maxima: dict[str, Float[Array, ""]]
-    """Of which the maximum over parts is to be taken; -inf for an empty part."""
+RATIO_EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0)
+"""Between the bins of |r - 1|; bins hold their lower edge, the last is open."""
 
+QUANTILES = {"ratio_p01": 10, "ratio_p50": 500, "ratio_p99": 990, "ratio_p999": 999}
 
-def measure(tokens: Tokens, kept: Bool[Array, "B T"], loss: Float[Array, ""]) -> MetricParts:
-    """Sums and extremes over one part of the batch; `loss` is that part's share of the loss."""
-    tokens = lax.stop_gradient(tokens)
-    ratio_BT, second_moment_BT, trust_region_BT = _weights(tokens)
-    sums = {"loss": lax.stop_gradient(loss)}
-    sums |= _count_sums(tokens, kept, trust_region_BT)
-    sums |= _second_moment_sums(tokens, kept, trust_region_BT, second_moment_BT)
-    sums |= _ratio_sums(tokens, ratio_BT)
-    sums |= _advantage_sums(tokens)
-    maxima = {
-        "ratio": _max(ratio_BT, tokens.usable),
-        "log_ratio": _max(tokens.log_ratio, tokens.usable),
-        "negative_log_ratio": _max(-tokens.log_ratio, tokens.usable),
-    }
-    return MetricParts(sums, maxima)
+PPO_EPSILON = 0.2
 
 
-def combine(a: MetricParts, b: MetricParts) -> MetricParts:
-    """The parts of two disjoint pieces of a batch, as if measured together."""
-    sums = {key: a.sums[key] + b.sums[key] for key in a.sums}
-    maxima = {key: jnp.maximum(a.maxima[key], b.maxima[key]) for key in a.maxima}
-    return MetricParts(sums, maxima)
+class _Columns(NamedTuple):
+    """What the statistics are taken of, constant for the gradient; (B, T), or (B, 1)."""
+
+    log_ratio: Array
+    reference_log_ratio: Array | None
+    advantages: Array
+    response_mask: Array
+    usable: Array
+    kept: Array
+    entropy: Array | None
+    ages: Array | None
 
 
-def finish(parts: MetricParts) -> Metrics:
-    """The metrics, float32 scalars; everything is 0 for an empty batch.
-
-    Unless said otherwise means run over the response tokens with a finite log-ratio.
-
-    loss: the objective's loss. tokens: response tokens. masked_frac: share of response tokens whose gradient a mask or
-    an active clip drops. trust_region_frac: share of response tokens in T. m2_all, m2_trust_region, m2_kept: mean of
-    (log r)^2 over all tokens, over T, over the kept tokens of T. ratio_mean, ratio_max, log_ratio_min, log_ratio_max.
-    k1: mean of -log r; k3: mean of r - 1 - log r (estimates of KL(behaviour || policy)). ess: effective sample size
-    (sum r)^2 / (n sum r^2). chi2: mean of (r - 1)^2. saturated_frac: share of tokens at or beyond the clamp of the
-    exponent. nonfinite_tokens: response tokens without a finite log-ratio. all_masked: 1 when there are response
-    tokens and none is kept. advantage_mean, advantage_std: over response tokens. no_signal_frac: share of responses
-    whose advantage is 0.
-    """
-    s = parts.sums
-    advantage_mean = _divide(s["advantage"], s["tokens"])
-    advantage_variance = _divide(s["advantage_squared"], s["tokens"]) - advantage_mean**2
+def measure(
+    tokens: Tokens,
+    kept: Array,
+    loss: Array,
+    *,
+    entropy: Array | np.ndarray | None = None,
+    staleness: Array | np.ndarray | None = None,
+) -> Metrics:
+    """The metrics of the whole batch, described above; `staleness` is the age (B,) in model updates."""
+    columns = lax.stop_gradient(
+        _Columns(
+            log_ratio=tokens.log_ratio,
+            reference_log_ratio=tokens.reference_log_ratio,
+            advantages=tokens.advantages,
+            response_mask=tokens.response_mask,
+            usable=tokens.usable,
+            kept=kept,
+            entropy=None if entropy is None else as_float32(entropy),
+            ages=None if staleness is None else _age_bins(jnp.asarray(staleness)),
+        )
+    )
+    totals = over_columns(_totals, columns)
+    levels = quantiles(columns.log_ratio, columns.usable, tuple(QUANTILES.values()))
     return {
-        "loss": s["loss"],
-        "tokens": s["tokens"],
-        "masked_frac": _divide(s["masked"], s["tokens"]),
-        "trust_region_frac": _divide(s["trust_region"], s["tokens"]),
-        "m2_all": _divide(s["m2_all"], s["usable"]),
+        "loss": lax.stop_gradient(loss),
+        **_finished(totals),
+        **{
+            name: jnp.where(totals.sums["usable"] > 0, ratio_of(x), 0.0)
+            for name, x in zip(QUANTILES, levels, strict=True)
+        },
+        **_of_advantages(columns),
+        **{f"nonfinite_{name}": number.astype(jnp.float32) for name, number in tokens.nonfinite.items()},
+    }
+
+
+def _totals(c: _Columns) -> Totals:
+    sums = _counts(c) | _weight_sums(c) | {"log_ratio_histogram": _histogram(c)}
+    if c.entropy is not None:
+        sums |= _entropy_sums(c, c.entropy)
+    if c.reference_log_ratio is not None:
+        sums["reference_kl"] = total(kl_penalty("k3", c.reference_log_ratio), c.usable)
+    maxima = {
+        "ratio": largest(ratio_of(c.log_ratio), c.usable),
+        "log_ratio": largest(c.log_ratio, c.usable),
+        "negative_log_ratio": largest(-c.log_ratio, c.usable),
+    }
+    return Totals(sums, maxima)
+
+
+def _counts(c: _Columns) -> dict[str, Array]:
+    in_region = trust_region(c.log_ratio, c.advantages)
+    high, low = math.log1p(PPO_EPSILON), math.log1p(-PPO_EPSILON)
+    clipped = ((c.advantages > 0.0) & (c.log_ratio > high)) | ((c.advantages < 0.0) & (c.log_ratio < low))
+    return {
+        "tokens": count(c.response_mask),
+        "usable": count(c.usable),
+        "kept": count(c.kept),
+        "trust_region": count(in_region),
+        "trust_region_kept": count(in_region & c.kept),
+        "eps_clipped": count(c.usable & clipped),
+        "saturated": count(c.usable & (jnp.abs(c.log_ratio) >= MAX_EXPONENT)),
+    }
+
+
+def _weight_sums(c: _Columns) -> dict[str, Array]:
+    ratio, less_one = ratio_of(c.log_ratio), ratio_minus_one_of(c.log_ratio)
+    moment, in_region = second_moment(c.log_ratio), trust_region(c.log_ratio, c.advantages)
+    return {
+        "m2_all": total(moment, c.usable),
+        "m2_trust_region": total(moment, in_region),
+        "m2_kept": total(moment, in_region & c.kept),
+        "ratio": total(ratio, c.usable),
+        "ratio_squared": total(ratio**2, c.usable),
+        "chi2": total(less_one**2, c.usable),
+        "k1": total(-c.log_ratio, c.usable),
+        "k3": total(less_one - c.log_ratio, c.usable),
+    }
+
+
+def _histogram(c: _Columns) -> Array:
+    """Tokens by age, sign of the advantage and log-ratio bin, int32 (A, 3, 31).
+
+    One sum counts three signs: their tokens weigh 1, 2^8 and 2^16, and a row of a block has fewer than 2^8.
+    """
+    assert MAX_BLOCK_COLUMNS < 2**8
+    weights = jnp.where(c.advantages < 0.0, 1.0, jnp.where(c.advantages > 0.0, 2.0**16, 2.0**8))
+    weights = jnp.where(c.usable, weights, 0.0)
+    below = [jnp.sum(jnp.where(c.log_ratio < edge, weights, 0.0), axis=1) for edge in LOG_RATIO_EDGES]
+    packed = jnp.stack([*below, jnp.sum(weights, axis=1)], axis=1).astype(jnp.int32)
+    by_sign = jnp.stack([packed & 255, (packed >> 8) & 255, packed >> 16], axis=1)
+    by_bin = jnp.diff(by_sign, axis=2, prepend=jnp.int32(0))
+    if c.ages is None:
+        return jnp.sum(by_bin, axis=0, keepdims=True)
+    of_age = (c.ages == jnp.arange(len(AGE_EDGES) + 1)[None, :]).astype(jnp.float32)
+    return jnp.einsum("ba,bsk->ask", of_age, by_bin.astype(jnp.float32), precision="highest").astype(jnp.int32)
+
+
+def _age_bins(staleness_B: Array) -> Array:
+    return jnp.sum(staleness_B[:, None] >= jnp.asarray(AGE_EDGES)[None, :], axis=1, keepdims=True, dtype=jnp.int32)
+
+
+def _entropy_sums(c: _Columns, entropy: Array) -> dict[str, Array]:
+    distance = jnp.abs(ratio_minus_one_of(c.log_ratio))
+    finite = c.usable & jnp.isfinite(entropy)
+    below = [finite & (distance < edge) for edge in RATIO_EDGES]
+    sums = jnp.stack([total(entropy, inside) for inside in [*below, finite]])
+    numbers = jnp.stack([count(inside) for inside in [*below, finite]])
+    return {
+        "entropy_kept": total(entropy, finite & c.kept),
+        "with_entropy_kept": count(finite & c.kept),
+        "entropy_below": sums,
+        "tokens_below": numbers,
+    }
+
+
+def _of_advantages(c: _Columns) -> Metrics:
+    """Mean, deviation and share of zeros, around the mean itself: moments about 0 would cancel."""
+    lengths = jnp.sum(c.response_mask, axis=1, dtype=jnp.float32)
+    nonempty = lengths > 0.0
+    tokens = jnp.sum(lengths)
+    weighted = lambda x: jnp.sum(_row_sums(x, c.response_mask, lengths))  # noqa: E731
+    mean = _divide(weighted(c.advantages), tokens)
+    variance = _divide(weighted((c.advantages - mean) ** 2), tokens)
+    silent = nonempty & jnp.all(c.advantages == 0.0, axis=1)
+    return {
+        "advantage_mean": mean,
+        "advantage_std": jnp.sqrt(variance),
+        "no_signal_frac": _divide(_number(silent), _number(nonempty)),
+    }
+
+
+def _row_sums(x: Array, mask_BT: Array, lengths_B: Array) -> Array:
+    if x.shape[1] == 1:
+        return jnp.where(lengths_B > 0.0, x[:, 0] * lengths_B, 0.0)
+    return jnp.sum(jnp.where(mask_BT, x, 0.0), axis=1)
+
+
+def _finished(totals: Totals) -> Metrics:
+    """The divisions, once, after everything has been added up."""
+    s = {name: x.astype(jnp.float32) for name, x in totals.sums.items()}
+    most = {name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in totals.maxima.items()}
+    n, usable = s["tokens"], s["usable"]
+    found = {
+        "tokens": n,
+        "masked_frac": _divide(n - s["kept"], n),
+        "eps_clipped_frac": _divide(s["eps_clipped"], n),
+        "trust_region_frac": _divide(s["trust_region"], n),
+        "m2_all": _divide(s["m2_all"], usable),
         "m2_trust_region": _divide(s["m2_trust_region"], s["trust_region"]),
         "m2_kept": _divide(s["m2_kept"], s["trust_region_kept"]),
-        "ratio_mean": _divide(s["ratio"], s["usable"]),
-        "ratio_max": _extreme(parts.maxima["ratio"]),
-        "log_ratio_min": -_extreme(parts.maxima["negative_log_ratio"]),
-        "log_ratio_max": _extreme(parts.maxima["log_ratio"]),
-        "k1": _divide(s["k1"], s["usable"]),
-        "k3": _divide(s["k3"], s["usable"]),
-        "ess": _divide(s["ratio"], s["usable"]) * _divide(s["ratio"], s["ratio_squared"]),
-        "chi2": _divide(s["chi2"], s["usable"]),
-        "saturated_frac": _divide(s["saturated"], s["tokens"]),
-        "nonfinite_tokens": s["tokens"] - s["usable"],
-        "all_masked": ((s["tokens"] > 0.0) & (s["masked"] == s["tokens"])).astype(jnp.float32),
-        "advantage_mean": advantage_mean,
-        "advantage_std": jnp.sqrt(jnp.maximum(advantage_variance, 0.0)),
-        "no_signal_frac": _divide(s["no_signal"], s["sequences"]),
+        "ratio_mean": _divide(s["ratio"], usable),
+        "ratio_max": most["ratio"],
+        "log_ratio_min": -most["negative_log_ratio"],
+        "log_ratio_max": most["log_ratio"],
+        "k1": _divide(s["k1"], usable),
+        "k3": _divide(s["k3"], usable),
+        "ess": _divide(s["ratio"], usable) * _divide(s["ratio"], s["ratio_squared"]),
+        "chi2": _divide(s["chi2"], usable),
+        "saturated_frac": _divide(s["saturated"], n),
+        "nonfinite_tokens": n - usable,
+        "all_masked": ((n > 0.0) & (s["kept"] == 0.0)).astype(jnp.float32),
+        "log_ratio_histogram": s["log_ratio_histogram"],
     }
+    if "entropy_below" in s:
+        found |= _finished_entropy(s)
+    if "reference_kl" in s:
+        found["reference_kl"] = _divide(s["reference_kl"], usable)
+    return found
 
 
-def _weights(tokens: Tokens) -> tuple[Array, Array, Array]:
-    return ratio_of(tokens.log_ratio), second_moment_of(tokens), trust_region_of(tokens)
-
-
-def _count_sums(tokens: Tokens, kept_BT: Array, trust_region_BT: Array) -> dict[str, Array]:
+def _finished_entropy(s: dict[str, Array]) -> Metrics:
+    first = lambda x: jnp.diff(x, prepend=jnp.float32(0.0))  # noqa: E731
+    numbers, sums, whole, all_tokens = (
+        first(s["tokens_below"]),
+        first(s["entropy_below"]),
+        s["entropy_below"][-1],
+        s["tokens_below"][-1],
+    )
     return {
-        "tokens": _sum(tokens.response_mask),
-        "usable": _sum(tokens.usable),
-        "masked": _sum(tokens.response_mask & ~kept_BT),
-        "trust_region": _sum(trust_region_BT),
-        "trust_region_kept": _sum(trust_region_BT & kept_BT),
-        "saturated": _sum(tokens.usable & (jnp.abs(tokens.log_ratio) >= MAX_EXPONENT)),
+        "entropy_mean": _divide(whole, all_tokens),
+        "entropy_kept": _divide(s["entropy_kept"], s["with_entropy_kept"]),
+        "entropy_masked": _divide(whole - s["entropy_kept"], all_tokens - s["with_entropy_kept"]),
+        "entropy_by_ratio": _divide(sums, numbers),
+        "tokens_by_ratio": numbers,
     }
 
 
-def _second_moment_sums(tokens: Tokens, kept_BT: Array, trust_region_BT: Array, v_BT: Array) -> dict[str, Array]:
-    return {
-        "m2_all": _sum(v_BT, tokens.usable),
-        "m2_trust_region": _sum(v_BT, trust_region_BT),
-        "m2_kept": _sum(v_BT, trust_region_BT & kept_BT),
-    }
+def _number(where: Array) -> Array:
+    return jnp.sum(where, dtype=jnp.int32).astype(jnp.float32)
 
 
-def _ratio_sums(tokens: Tokens, ratio_BT: Array) -> dict[str, Array]:
-    clamped_BT = jnp.clip(tokens.log_ratio, -MAX_EXPONENT, MAX_EXPONENT)
-    return {
-        "ratio": _sum(ratio_BT, tokens.usable),
-        "ratio_squared": _sum(ratio_BT**2, tokens.usable),
-        "chi2": _sum(jnp.expm1(clamped_BT) ** 2, tokens.usable),
-        "k1": _sum(-tokens.log_ratio, tokens.usable),
-        "k3": _sum(jnp.expm1(clamped_BT) - tokens.log_ratio, tokens.usable),
-    }
-
-
-def _advantage_sums(tokens: Tokens) -> dict[str, Array]:
-    nonempty_B = jnp.any(tokens.response_mask, axis=1)
-    return {
-        "advantage": _sum(tokens.advantages, tokens.response_mask),
-        "advantage_squared": _sum(tokens.advantages**2, tokens.response_mask),
-        "sequences": _sum(nonempty_B),
-        "no_signal": _sum(nonempty_B & jnp.all(tokens.advantages == 0.0, axis=1)),
-    }
-
-
-def _sum(x: Array, where: Array | None = None) -> Array:
-    kind = jnp.int32 if x.dtype == jnp.bool_ else jnp.float32
-    return jnp.sum(x, where=where, dtype=kind).astype(jnp.float32)
-
-
-def _max(x_BT: Array, where_BT: Array) -> Array:
-    return jnp.max(x_BT, where=where_BT, initial=-jnp.inf)
-
-
-def _extreme(x: Array) -> Array:
-    return jnp.where(x == -jnp.inf, 0.0, x)
-
-
-def _divide(total: Array, count: Array) -> Array:
-    """total / count, and 0 where the count is 0."""
-    return jnp.where(count > 0.0, total / jnp.where(count > 0.0, count, 1.0), 0.0)
+def _divide(numerator: Array, denominator: Array) -> Array:
+    """numerator / denominator, and 0 where the denominator is 0."""
+    return jnp.where(denominator > 0.0, numerator / jnp.where(denominator > 0.0, denominator, 1.0), 0.0)

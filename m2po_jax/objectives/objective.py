@@ -1,40 +1,49 @@
-"""An objective: statistics of the whole batch, a loss for each token, a sum over a denominator that is passed in."""
+"""An objective: statistics of the whole batch, a loss for each token, a sum with weights that are passed in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from beartype import beartype
-from jaxtyping import Array, Bool, Float, Shaped, jaxtyped
+from jaxtyping import Array, Bool, Float, Int, jaxtyped
 
-from m2po_jax.objectives import metrics as metric_parts
-from m2po_jax.objectives.metrics import MetricParts, Metrics
-from m2po_jax.objectives.tokens import Tokens, prepare
+from m2po_jax.objectives.advantages import Normalization
+from m2po_jax.objectives.aggregation import LossConfig, kl_penalty, token_weights
+from m2po_jax.objectives.metrics import Metrics, measure
+from m2po_jax.objectives.tokens import Counts, TokenLoss, Tokens, counts_of, prepare
 
 Floats_BT = Float[Array | np.ndarray, "B T"]
+Ints_B = Int[Array | np.ndarray, "B"]
+
+
+def no_statistics(config: Any, tokens: Tokens) -> tuple[()]:
+    """The batch statistics of an objective that looks at one token (or response) at a time."""
+    return ()
 
 
 class Definition(NamedTuple):
     """A row of the objectives table: the pure pieces, each a function of the objective's own config."""
 
-    config: type
-    """Frozen dataclass of float hyperparameters, checked in `__post_init__`."""
-    statistics: Callable[[Any, Tokens], Any]
+    config: type[LossConfig]
+    """Frozen dataclass of hyperparameters, checked in `__post_init__`."""
+    token_loss: Callable[[Any, Tokens, Any], TokenLoss]
+    """(config, tokens, statistics) -> loss (B, T), 0 off the usable tokens; kept (B, T)."""
+    statistics: Callable[[Any, Tokens], Any] = no_statistics
     """(config, tokens of the whole optimiser batch) -> pytree that every token's loss may depend on."""
-    token_loss: Callable[[Any, Tokens, Any], tuple[Array, Array]]
-    """(config, tokens, statistics) -> loss (B, T), 0 off the mask; kept (B, T), True where the gradient passes."""
-    denominator: Callable[[Tokens], Array]
-    """tokens -> the count that the summed loss is divided by; counts of the parts of a batch add up."""
+    proximal: bool = False
+    """Whether the learner is to score each batch under the policy of its first update."""
+    normalize_advantages: Normalization = "std"
+    """How the paper that defines it normalises group advantages."""
 
 
 @dataclass(frozen=True)
 class Objective:
     """A pure function of log-probs, advantages and mask, with its hyperparameters; hashable, so static under jit.
 
-    Called, it takes a batch that fits. For one that does not, call the pieces: `statistics` and `denominator` once for
-    the whole optimiser batch, then `partial_loss` on each part; losses and metric parts add up to those of the whole.
+    Called, it takes a batch that fits. For one that does not, call the pieces: `statistics` and `counts_of` once for
+    the whole optimiser batch, `partial_loss` on each part, and `measure` on the whole; the losses add up.
     """
 
     name: str
@@ -52,8 +61,8 @@ class Objective:
         proximal_logprobs: Floats_BT | None = None,
         reference_logprobs: Floats_BT | None = None,
         entropy: Floats_BT | None = None,
-        staleness: Shaped[Array | np.ndarray, "B ..."] | None = None,
-        finish_reason: Shaped[Array | np.ndarray, "B ..."] | None = None,
+        staleness: Ints_B | None = None,
+        finish_reason: Ints_B | Bool[Array | np.ndarray, "B"] | None = None,
     ) -> tuple[Float[Array, ""], Metrics]:
         """Loss to minimise and metrics.
 
@@ -62,38 +71,66 @@ class Objective:
           behavior_logprobs: (B, T) float, of the policy that sampled the tokens.
           advantages: (B, 1) or (B, T) float.
           response_mask: (B, T) bool, True for response tokens.
-          proximal_logprobs, reference_logprobs, entropy, staleness, finish_reason: for the objectives that are defined
-            with them; no objective in this table is, and these leave the result alone.
+          proximal_logprobs: (B, T) float, of the policy in the middle of `decoupled_ppo`, `tis`, `icepop` and
+            `m2po_all_tokens`; the behaviour policy where it is not given.
+          reference_logprobs: (B, T) float, of the policy that the KL penalty pulls towards.
+          entropy: (B, T) float, nats, of the policy's distribution at each token; for the metrics.
+          staleness: (B,) int, age of each response in model updates; for the metrics.
+          finish_reason: (B,) 0 or False for a response that ended, 1 or True for one that was cut by length.
 
         Returns:
-          Float32 scalar and a flat dict of float32 scalars, described in `metrics.finish`.
+          Float32 scalar and a flat dict of float32 arrays, described in `metrics`.
 
         Raises:
           TypeError: a shape or dtype is wrong; the message names the argument.
+          ValueError: a KL penalty without `reference_logprobs`.
         """
-        tokens = prepare(policy_logprobs, behavior_logprobs, advantages, response_mask)
-        loss, parts = self.partial_loss(tokens, self.statistics(tokens), self.denominator(tokens))
-        return loss, metric_parts.finish(parts)
+        tokens = prepare(
+            policy_logprobs,
+            behavior_logprobs,
+            advantages,
+            response_mask,
+            proximal_logprobs=proximal_logprobs,
+            reference_logprobs=reference_logprobs,
+            finish_reason=finish_reason,
+        )
+        loss, kept_BT = self.partial_loss(tokens, self.statistics(tokens), counts_of(tokens))
+        return loss, measure(tokens, kept_BT, loss, entropy=entropy, staleness=staleness)
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a token's loss depends on the whole optimiser batch, so that parts need its statistics first."""
+        scope: Literal["minibatch", "microbatch"] = getattr(self.config, "mask_scope", "minibatch")
+        return self.definition.statistics is not no_statistics and scope == "minibatch"
 
     def statistics(self, tokens: Tokens) -> Any:
         """Statistics of the whole optimiser batch (a pytree, constant for the gradient)."""
         return self.definition.statistics(self.config, tokens)
 
-    def denominator(self, tokens: Tokens) -> Array:
-        """Count of what the loss is a mean of: response tokens, or responses."""
-        return self.definition.denominator(tokens)
+    def token_loss(self, tokens: Tokens, statistics: Any) -> TokenLoss:
+        """Loss of each token with its KL penalty, and what is kept."""
+        loss_BT, kept_BT = self.definition.token_loss(self.config, tokens, statistics)
+        if not self.config.kl_coefficient:
+            return TokenLoss(loss_BT, kept_BT)
+        if tokens.reference_log_ratio is None:
+            raise ValueError(
+                f"objective {self.name} has kl_coefficient {self.config.kl_coefficient}, and so needs"
+                " reference_logprobs of shape (B, T)"
+            )
+        penalty_BT = kl_penalty(self.config.kl_estimator, tokens.reference_log_ratio)
+        return TokenLoss(loss_BT + jnp.where(tokens.usable, self.config.kl_coefficient * penalty_BT, 0.0), kept_BT)
 
-    def partial_loss(self, tokens: Tokens, statistics: Any, denominator: Array) -> tuple[Array, MetricParts]:
-        """The share of the loss, and of the metrics, of one part of the batch.
+    def partial_loss(self, tokens: Tokens, statistics: Any, counts: Counts) -> tuple[Array, Array]:
+        """The share of the loss of one part of the batch, and what of it is kept, (B, T).
 
         Args:
           tokens: whole responses of the part.
           statistics: of the whole batch.
-          denominator: count over the whole batch.
+          counts: of the whole batch.
         """
-        loss_BT, kept_BT = self.definition.token_loss(self.config, tokens, statistics)
-        loss = jnp.sum(loss_BT) / jnp.maximum(denominator.astype(jnp.float32), 1.0)
-        return loss, metric_parts.measure(tokens, kept_BT, loss)
+        loss_BT, kept_BT = self.token_loss(tokens, statistics)
+        weights_B1 = token_weights(self.config, tokens.response_mask, counts)
+        return jnp.sum(weights_B1[:, 0] * jnp.sum(loss_BT, axis=1)), kept_BT
 
     @jaxtyped(typechecker=beartype)
     def kept(
@@ -102,7 +139,17 @@ class Objective:
         behavior_logprobs: Floats_BT,
         advantages: Float[Array | np.ndarray, "B #T"],
         response_mask: Bool[Array | np.ndarray, "B T"],
+        *,
+        proximal_logprobs: Floats_BT | None = None,
+        finish_reason: Ints_B | Bool[Array | np.ndarray, "B"] | None = None,
     ) -> Bool[Array, "B T"]:
         """True where the token's gradient passes: a response token, not masked and not on the active clip branch."""
-        tokens = prepare(policy_logprobs, behavior_logprobs, advantages, response_mask)
-        return self.definition.token_loss(self.config, tokens, self.statistics(tokens))[1]
+        tokens = prepare(
+            policy_logprobs,
+            behavior_logprobs,
+            advantages,
+            response_mask,
+            proximal_logprobs=proximal_logprobs,
+            finish_reason=finish_reason,
+        )
+        return self.definition.token_loss(self.config, tokens, self.statistics(tokens)).kept

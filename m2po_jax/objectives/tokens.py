@@ -14,20 +14,57 @@ MAX_EXPONENT = 20.0
 
 
 class Tokens(NamedTuple):
-    """One batch as an objective sees it. Arrays are (B, T)."""
+    """One batch as an objective sees it. Every array is neutral where its token is not `usable`."""
 
+    logprobs: Float[Array, "B T"]
+    """Policy log-probs, float32, differentiable."""
     log_ratio: Float[Array, "B T"]
-    """Policy minus behaviour log-probs, float32, differentiable; 0 on padding and where either is not finite."""
-    advantages: Float[Array, "B T"]
-    """Float32, constant for the gradient; 0 on padding."""
+    """Policy minus behaviour log-probs, differentiable."""
+    proximal_log_ratio: Float[Array, "B T"]
+    """Policy minus proximal log-probs, differentiable; `log_ratio` where behaviour and proximal policy are one."""
+    behavior_log_weight: Float[Array, "B T"]
+    """Proximal minus behaviour log-probs, constant for the gradient; 0 where the two policies are one."""
+    reference_log_ratio: Float[Array, "B T"] | None
+    """Policy minus reference log-probs, differentiable."""
+    advantages: Float[Array, "B #T"]
+    """Float32, constant for the gradient, (B, 1) or (B, T) as given; 0 on padding."""
     response_mask: Bool[Array, "B T"]
     """True for response tokens; they make up every denominator."""
     usable: Bool[Array, "B T"]
-    """True for response tokens with a finite log-ratio; the others are neutral, and counted."""
+    """True for response tokens whose log-probs are all finite; the others are neutral, and counted."""
+    truncated: Bool[Array, "B 1"]
+    """True for responses that the length limit cut, by their finish reason."""
+    nonfinite: dict[str, Int[Array, ""]]
+    """Response tokens whose log-prob is not finite, by the policy it is of."""
+
+
+class TokenLoss(NamedTuple):
+    """What an objective makes of each token."""
+
+    loss: Float[Array, "B T"]
+    """To be aggregated and minimised; 0 off the usable tokens."""
+    kept: Bool[Array, "B T"]
+    """True where the gradient passes: a usable token, not masked and not on the active branch of a clip."""
+
+
+class Counts(NamedTuple):
+    """What a mean is taken over, counted in the whole optimiser batch; int32 scalars."""
+
+    tokens: Int[Array, ""]
+    """Response tokens, masked ones too."""
+    sequences: Int[Array, ""]
+    """Responses with at least one token."""
 
 
 def prepare(
-    policy_logprobs: ArrayLike, behavior_logprobs: ArrayLike, advantages: ArrayLike, response_mask: ArrayLike
+    policy_logprobs: ArrayLike,
+    behavior_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    response_mask: ArrayLike,
+    *,
+    proximal_logprobs: ArrayLike | None = None,
+    reference_logprobs: ArrayLike | None = None,
+    finish_reason: ArrayLike | None = None,
 ) -> Tokens:
     """Log-ratios in float32, masked before anything is exponentiated.
 
@@ -37,18 +74,57 @@ def prepare(
       policy_logprobs, behavior_logprobs: (B, T) float.
       advantages: (B, 1) or (B, T) float.
       response_mask: (B, T) bool.
+      proximal_logprobs: (B, T) float; None where the behaviour policy stands for the proximal one.
+      reference_logprobs: (B, T) float.
+      finish_reason: (B,) bool or int, True or 1 where the length limit cut the response.
     """
     mask_BT = jnp.asarray(response_mask)
-    policy_BT, behavior_BT = as_float32(policy_logprobs), lax.stop_gradient(as_float32(behavior_logprobs))
-    usable_BT = mask_BT & jnp.isfinite(policy_BT - behavior_BT)
-    log_ratio_BT = jnp.where(usable_BT, policy_BT, 0.0) - jnp.where(usable_BT, behavior_BT, 0.0)
-    advantages_BT = jnp.where(mask_BT, lax.stop_gradient(as_float32(advantages)), 0.0)
-    return Tokens(log_ratio_BT, advantages_BT, mask_BT, usable_BT)
+    policy_BT = as_float32(policy_logprobs)
+    fixed = {"behavior": behavior_logprobs, "proximal": proximal_logprobs, "reference": reference_logprobs}
+    others = {name: lax.stop_gradient(as_float32(x)) for name, x in fixed.items() if x is not None}
+    finite = {name: jnp.isfinite(x) for name, x in ({"policy": policy_BT} | others).items()}
+    usable_BT = mask_BT
+    for other in others.values():
+        usable_BT = usable_BT & jnp.isfinite(policy_BT - other)
+    policy_BT = jnp.where(usable_BT, policy_BT, 0.0)
+    others = {name: jnp.where(usable_BT, x, 0.0) for name, x in others.items()}
+    log_ratio_BT = policy_BT - others["behavior"]
+    apart = "proximal" in others
+    return Tokens(
+        logprobs=policy_BT,
+        log_ratio=log_ratio_BT,
+        proximal_log_ratio=policy_BT - others["proximal"] if apart else log_ratio_BT,
+        behavior_log_weight=others["proximal"] - others["behavior"] if apart else jnp.zeros_like(log_ratio_BT),
+        reference_log_ratio=policy_BT - others["reference"] if "reference" in others else None,
+        advantages=_masked_advantages(advantages, mask_BT),
+        response_mask=mask_BT,
+        usable=usable_BT,
+        truncated=_truncated(finish_reason, mask_BT.shape[0]),
+        nonfinite={name: jnp.sum(mask_BT & ~is_finite, dtype=jnp.int32) for name, is_finite in finite.items()},
+    )
+
+
+def _masked_advantages(advantages: ArrayLike, mask_BT: Array) -> Array:
+    """Advantages as wide as they were given, so that one value a response takes no memory by the token."""
+    advantages = lax.stop_gradient(as_float32(advantages))
+    inside = mask_BT if advantages.shape == mask_BT.shape else jnp.any(mask_BT, axis=1, keepdims=True)
+    return jnp.where(inside, advantages, 0.0)
+
+
+def _truncated(finish_reason: ArrayLike | None, rows: int) -> Array:
+    if finish_reason is None:
+        return jnp.zeros((rows, 1), bool)
+    return jnp.reshape(jnp.asarray(finish_reason).astype(jnp.int32) == 1, (rows, 1))
 
 
 def ratio_of(log_ratio: Array) -> Array:
     """exp(log ratio) with the exponent clamped to +-MAX_EXPONENT; the gradient is 0 at the clamp and beyond."""
     return jnp.exp(lax.clamp(-MAX_EXPONENT, log_ratio, MAX_EXPONENT))
+
+
+def ratio_minus_one_of(log_ratio: Array) -> Array:
+    """exp(log ratio) - 1 without cancellation, clamped as `ratio_of`."""
+    return jnp.expm1(lax.clamp(-MAX_EXPONENT, log_ratio, MAX_EXPONENT))
 
 
 def trust_region_of(tokens: Tokens) -> Bool[Array, "B T"]:
@@ -66,16 +142,24 @@ def policy_gradient_loss(tokens: Tokens) -> Float[Array, "B T"]:
     return -ratio_of(tokens.log_ratio) * tokens.advantages
 
 
-def token_count(tokens: Tokens) -> Int[Array, ""]:
-    """Response tokens, masked ones too: the denominator of the token mean."""
-    return jnp.sum(tokens.response_mask, dtype=jnp.int32)
+def weighted_log_likelihood_loss(tokens: Tokens, weight: Array) -> Float[Array, "B T"]:
+    """-w A log pi of each token, the weight constant for the gradient."""
+    return -lax.stop_gradient(weight) * tokens.advantages * tokens.logprobs
 
 
-def sequence_count(tokens: Tokens) -> Int[Array, ""]:
-    """Responses with at least one token: the denominator of the sequence mean."""
-    return jnp.sum(jnp.any(tokens.response_mask, axis=1), dtype=jnp.int32)
+def counts_of(tokens: Tokens) -> Counts:
+    """Counts of these tokens; those of the parts of a batch add up."""
+    return Counts(
+        tokens=jnp.sum(tokens.response_mask, dtype=jnp.int32),
+        sequences=jnp.sum(jnp.any(tokens.response_mask, axis=1), dtype=jnp.int32),
+    )
 
 
-def no_statistics(config: object, tokens: Tokens) -> tuple[()]:
-    """The batch statistics of an objective that looks at one token (or response) at a time."""
-    return ()
+def response_mean(x_BT: Array, tokens: Tokens) -> Float[Array, "B 1"]:
+    """Mean over the response tokens of each response, of values that are 0 off the usable ones."""
+    return jnp.sum(x_BT, axis=1, keepdims=True) / response_lengths(tokens.response_mask)
+
+
+def response_lengths(response_mask: Array) -> Float[Array, "B 1"]:
+    """Response tokens of each response, and 1 for a response without any."""
+    return jnp.maximum(jnp.sum(response_mask, axis=1, keepdims=True, dtype=jnp.float32), 1.0)
