@@ -22,6 +22,7 @@ def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Arr
         advantages_B1,
         batch.response_mask,
         proximal_logprobs=batch.proximal_logprobs,
+        reference_logprobs=batch.reference_logprobs,
         finish_reason=batch.truncated,
     )
     return {

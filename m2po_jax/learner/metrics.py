@@ -55,7 +55,7 @@ class MetricsLog:
     def _fetch(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
         elapsed = time.perf_counter() - self._started
         for facts, metrics in batch:
-            values = {name: _plain(value) for name, value in jax.device_get(metrics).items()}
+            values = {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()}
             speed = (facts["version"] + 1 - self._first) / elapsed
             self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": speed}
             self._append({"event": "update", **self.latest})
@@ -77,11 +77,11 @@ def alarms(line: dict[str, Any]) -> list[str]:
         for name, value in line.items()
         if name.startswith("nonfinite_") and name != "nonfinite_tokens" and value
     ]
-    if line["all_masked"]:
+    if line.get("all_masked"):
         found.append("every token is masked")
-    if line["saturated_frac"]:
+    if line.get("saturated_frac"):
         found.append(f"{line['saturated_frac']:.2%} of the ratios are saturated")
-    if line["skipped"]:
+    if line.get("skipped"):
         found.append("loss or gradient is not finite; update skipped")
     return found
 

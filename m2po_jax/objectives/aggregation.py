@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from m2po_jax.config import ConfigError
-from m2po_jax.objectives.tokens import Counts, ratio_minus_one_of, response_lengths
+from m2po_jax.objectives.tokens import MAX_EXPONENT, Counts, response_lengths
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant_sum"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -62,10 +62,11 @@ def kl_penalty(estimator: Estimator, log_ratio_BT: Array) -> Float[Array, "B T"]
 
     k1 = log r;  k2 = (log r)^2 / 2;  k3 = 1 / r - 1 + log r  (J. Schulman, "Approximating KL divergence", 2020).
     The gradient is that of the written expression: of k1 it is the score alone, whose mean is 0 on policy; of k2 it is
-    that of the divergence; k3 is GRPO's. The exponent in k3 is clamped like a ratio's.
+    that of the divergence; k3 is GRPO's. Below log r = -20 k3 is constant, and has no gradient.
     """
     if estimator == "k1":
         return log_ratio_BT
     if estimator == "k2":
         return 0.5 * log_ratio_BT**2
-    return ratio_minus_one_of(-log_ratio_BT) + log_ratio_BT
+    log_ratio_BT = jnp.maximum(log_ratio_BT, -MAX_EXPONENT)
+    return jnp.expm1(-log_ratio_BT) + log_ratio_BT

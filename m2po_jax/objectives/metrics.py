@@ -10,7 +10,7 @@ eps_clipped_frac          share of response tokens that PPO's clip at 0.2 would 
 trust_region_frac         share of response tokens in T
 m2_all, m2_trust_region, m2_kept    mean of (log r)^2 over all tokens, over T, over the kept tokens of T
 ratio_mean, ratio_max, log_ratio_min, log_ratio_max
-ratio_p01, ratio_p50, ratio_p99, ratio_p999    quantiles, see `quantiles`
+ratio_p01, ratio_p50, ratio_p99, ratio_p999    quantiles, from `histogram.quantiles`
 k1, k3                    mean of -log r and of r - 1 - log r: estimates of KL(behaviour || policy)
 ess                       effective sample size (sum r)^2 / (n sum r^2), a share
 chi2                      mean of (r - 1)^2
@@ -22,10 +22,10 @@ advantage_mean, advantage_std                  over response tokens
 no_signal_frac            share of responses whose advantage is 0
 reference_kl              mean of the k3 estimate of KL(policy || reference), where reference log-probs are given
 log_ratio_histogram       (A, 3, 31) tokens by age (AGE_EDGES), sign of the advantage (-, 0, +) and log r
-                          (LOG_RATIO_EDGES); A is 1 where no ages are given
+                          (histogram.LOG_RATIO_EDGES); A is 1 where no ages are given
 with entropies given:
 entropy_mean, entropy_kept, entropy_masked     mean over all, kept and dropped tokens, nats
-entropy_by_ratio, tokens_by_ratio              (10,) mean entropy, and tokens, by |r - 1| (RATIO_EDGES)
+entropy_by_ratio, tokens_by_ratio              (7,) mean entropy, and tokens, by |r - 1| (RATIO_EDGES)
 """
 
 import math
@@ -37,28 +37,24 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from m2po_jax.objectives.aggregation import kl_penalty
+from m2po_jax.objectives.histogram import coarse, fine_histogram, quantiles
 from m2po_jax.objectives.masks import as_float32, second_moment, trust_region
-from m2po_jax.objectives.quantiles import quantiles
-from m2po_jax.objectives.reductions import MAX_BLOCK_COLUMNS, Totals, count, largest, over_columns, total
+from m2po_jax.objectives.reductions import Totals, over_columns, row_count, row_max, row_sum
 from m2po_jax.objectives.tokens import MAX_EXPONENT, Tokens, ratio_minus_one_of, ratio_of
 
 Metrics = dict[str, Float[Array, "..."]]
 
-LOG_RATIO_EDGES = np.float32(1e-3) * np.concatenate([-(2.0 ** np.arange(14, -1, -1)), 2.0 ** np.arange(15)]).astype(
-    np.float32
-)
-"""Between the bins of `log_ratio_histogram`: powers of two times 0.001, both signs, to 16.384. Bins hold their lower
-edge; the first and the last are open."""
-
 AGE_EDGES = (1, 4, 16, 64, 256, 1024)
 """Between the ages of `log_ratio_histogram`, in model updates: 0, 1 to 3, 4 to 15, ..., 1024 and more."""
 
-RATIO_EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 1.0)
+RATIO_EDGES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Between the bins of |r - 1|; bins hold their lower edge, the last is open."""
 
 QUANTILES = {"ratio_p01": 10, "ratio_p50": 500, "ratio_p99": 990, "ratio_p999": 999}
 
 PPO_EPSILON = 0.2
+
+_BELOW_ONE = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
 
 
 class _Columns(NamedTuple):
@@ -71,7 +67,6 @@ class _Columns(NamedTuple):
     usable: Array
     kept: Array
     entropy: Array | None
-    ages: Array | None
 
 
 def measure(
@@ -83,7 +78,7 @@ def measure(
     staleness: Array | np.ndarray | None = None,
 ) -> Metrics:
     """The metrics of the whole batch, described above; `staleness` is the age (B,) in model updates."""
-    columns = lax.stop_gradient(
+    c = lax.stop_gradient(
         _Columns(
             log_ratio=tokens.log_ratio,
             reference_log_ratio=tokens.reference_log_ratio,
@@ -92,35 +87,29 @@ def measure(
             usable=tokens.usable,
             kept=kept,
             entropy=None if entropy is None else as_float32(entropy),
-            ages=None if staleness is None else _age_bins(jnp.asarray(staleness)),
         )
     )
-    totals = over_columns(_totals, columns)
-    levels = quantiles(columns.log_ratio, columns.usable, tuple(QUANTILES.values()))
     return {
         "loss": lax.stop_gradient(loss),
-        **_finished(totals),
-        **{
-            name: jnp.where(totals.sums["usable"] > 0, ratio_of(x), 0.0)
-            for name, x in zip(QUANTILES, levels, strict=True)
-        },
-        **_of_advantages(columns),
+        **_finished(over_columns(_totals, c)),
+        **_of_distribution(c, staleness),
+        **_of_advantages(c),
         **{f"nonfinite_{name}": number.astype(jnp.float32) for name, number in tokens.nonfinite.items()},
     }
 
 
 def _totals(c: _Columns) -> Totals:
-    sums = _counts(c) | _weight_sums(c) | {"log_ratio_histogram": _histogram(c)}
+    counts, sums = _counts(c), _weight_sums(c)
     if c.entropy is not None:
-        sums |= _entropy_sums(c, c.entropy)
+        more_counts, more_sums = _entropy_totals(c, c.entropy)
+        counts, sums = counts | more_counts, sums | more_sums
     if c.reference_log_ratio is not None:
-        sums["reference_kl"] = total(kl_penalty("k3", c.reference_log_ratio), c.usable)
+        sums["reference_kl"] = row_sum(kl_penalty("k3", c.reference_log_ratio), c.usable)
     maxima = {
-        "ratio": largest(ratio_of(c.log_ratio), c.usable),
-        "log_ratio": largest(c.log_ratio, c.usable),
-        "negative_log_ratio": largest(-c.log_ratio, c.usable),
+        "log_ratio": row_max(c.log_ratio, c.usable),
+        "negative_log_ratio": row_max(-c.log_ratio, c.usable),
     }
-    return Totals(sums, maxima)
+    return Totals(counts, sums, maxima)
 
 
 def _counts(c: _Columns) -> dict[str, Array]:
@@ -128,13 +117,13 @@ def _counts(c: _Columns) -> dict[str, Array]:
     high, low = math.log1p(PPO_EPSILON), math.log1p(-PPO_EPSILON)
     clipped = ((c.advantages > 0.0) & (c.log_ratio > high)) | ((c.advantages < 0.0) & (c.log_ratio < low))
     return {
-        "tokens": count(c.response_mask),
-        "usable": count(c.usable),
-        "kept": count(c.kept),
-        "trust_region": count(in_region),
-        "trust_region_kept": count(in_region & c.kept),
-        "eps_clipped": count(c.usable & clipped),
-        "saturated": count(c.usable & (jnp.abs(c.log_ratio) >= MAX_EXPONENT)),
+        "tokens": row_count(c.response_mask),
+        "usable": row_count(c.usable),
+        "kept": row_count(c.kept),
+        "trust_region": row_count(in_region),
+        "trust_region_kept": row_count(in_region & c.kept),
+        "eps_clipped": row_count(c.usable & clipped),
+        "saturated": row_count(c.usable & (jnp.abs(c.log_ratio) >= MAX_EXPONENT)),
     }
 
 
@@ -142,51 +131,49 @@ def _weight_sums(c: _Columns) -> dict[str, Array]:
     ratio, less_one = ratio_of(c.log_ratio), ratio_minus_one_of(c.log_ratio)
     moment, in_region = second_moment(c.log_ratio), trust_region(c.log_ratio, c.advantages)
     return {
-        "m2_all": total(moment, c.usable),
-        "m2_trust_region": total(moment, in_region),
-        "m2_kept": total(moment, in_region & c.kept),
-        "ratio": total(ratio, c.usable),
-        "ratio_squared": total(ratio**2, c.usable),
-        "chi2": total(less_one**2, c.usable),
-        "k1": total(-c.log_ratio, c.usable),
-        "k3": total(less_one - c.log_ratio, c.usable),
+        "m2_all": row_sum(moment, c.usable),
+        "m2_trust_region": row_sum(moment, in_region),
+        "m2_kept": row_sum(moment, in_region & c.kept),
+        "ratio": row_sum(ratio, c.usable),
+        "ratio_squared": row_sum(ratio**2, c.usable),
+        "chi2": row_sum(less_one**2, c.usable),
+        "k1": row_sum(-c.log_ratio, c.usable),
+        "k3": row_sum(less_one - c.log_ratio, c.usable),
     }
 
 
-def _histogram(c: _Columns) -> Array:
-    """Tokens by age, sign of the advantage and log-ratio bin, int32 (A, 3, 31).
+def _entropy_totals(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+    distance = jnp.abs(ratio_minus_one_of(c.log_ratio))
+    distance = jnp.where(
+        c.log_ratio < 0.0, jnp.minimum(distance, _BELOW_ONE), distance
+    )  # 1 is reached by rounding alone
+    finite = c.usable & jnp.isfinite(entropy)
+    bounds = zip((0.0, *RATIO_EDGES), (*RATIO_EDGES, math.inf), strict=True)
+    bins = [finite & (distance >= low) & (distance < high) for low, high in bounds]
+    counts = {
+        "with_entropy_kept": row_count(finite & c.kept),
+        "with_entropy_masked": row_count(finite & ~c.kept),
+        "with_entropy_by_ratio": jnp.stack([row_count(inside) for inside in bins], axis=1),
+    }
+    sums = {
+        "entropy_kept": row_sum(entropy, finite & c.kept),
+        "entropy_masked": row_sum(entropy, finite & ~c.kept),
+        "entropy_by_ratio": jnp.stack([row_sum(entropy, inside) for inside in bins], axis=1),
+    }
+    return counts, sums
 
-    One sum counts three signs: their tokens weigh 1, 2^8 and 2^16, and a row of a block has fewer than 2^8.
-    """
-    assert MAX_BLOCK_COLUMNS < 2**8
-    weights = jnp.where(c.advantages < 0.0, 1.0, jnp.where(c.advantages > 0.0, 2.0**16, 2.0**8))
-    weights = jnp.where(c.usable, weights, 0.0)
-    below = [jnp.sum(jnp.where(c.log_ratio < edge, weights, 0.0), axis=1) for edge in LOG_RATIO_EDGES]
-    packed = jnp.stack([*below, jnp.sum(weights, axis=1)], axis=1).astype(jnp.int32)
-    by_sign = jnp.stack([packed & 255, (packed >> 8) & 255, packed >> 16], axis=1)
-    by_bin = jnp.diff(by_sign, axis=2, prepend=jnp.int32(0))
-    if c.ages is None:
-        return jnp.sum(by_bin, axis=0, keepdims=True)
-    of_age = (c.ages == jnp.arange(len(AGE_EDGES) + 1)[None, :]).astype(jnp.float32)
-    return jnp.einsum("ba,bsk->ask", of_age, by_bin.astype(jnp.float32), precision="highest").astype(jnp.int32)
+
+def _of_distribution(c: _Columns, staleness: Array | np.ndarray | None) -> Metrics:
+    rows, age_count = c.log_ratio.shape[0], 1 if staleness is None else len(AGE_EDGES) + 1
+    ages_B1 = jnp.zeros((rows, 1), jnp.int32) if staleness is None else _age_bins(jnp.asarray(staleness))
+    fine = fine_histogram(c.log_ratio, c.advantages, c.usable, ages_B1, age_count)
+    empty = jnp.sum(fine, dtype=jnp.int32) == 0
+    levels = jnp.where(empty, 0.0, ratio_of(quantiles(fine, tuple(QUANTILES.values()))))
+    return {"log_ratio_histogram": coarse(fine).astype(jnp.float32), **dict(zip(QUANTILES, levels, strict=True))}
 
 
 def _age_bins(staleness_B: Array) -> Array:
     return jnp.sum(staleness_B[:, None] >= jnp.asarray(AGE_EDGES)[None, :], axis=1, keepdims=True, dtype=jnp.int32)
-
-
-def _entropy_sums(c: _Columns, entropy: Array) -> dict[str, Array]:
-    distance = jnp.abs(ratio_minus_one_of(c.log_ratio))
-    finite = c.usable & jnp.isfinite(entropy)
-    below = [finite & (distance < edge) for edge in RATIO_EDGES]
-    sums = jnp.stack([total(entropy, inside) for inside in [*below, finite]])
-    numbers = jnp.stack([count(inside) for inside in [*below, finite]])
-    return {
-        "entropy_kept": total(entropy, finite & c.kept),
-        "with_entropy_kept": count(finite & c.kept),
-        "entropy_below": sums,
-        "tokens_below": numbers,
-    }
 
 
 def _of_advantages(c: _Columns) -> Metrics:
@@ -213,7 +200,7 @@ def _row_sums(x: Array, mask_BT: Array, lengths_B: Array) -> Array:
 
 def _finished(totals: Totals) -> Metrics:
     """The divisions, once, after everything has been added up."""
-    s = {name: x.astype(jnp.float32) for name, x in totals.sums.items()}
+    s = {name: x.astype(jnp.float32) for name, x in totals.counts.items()} | totals.sums
     most = {name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in totals.maxima.items()}
     n, usable = s["tokens"], s["usable"]
     found = {
@@ -225,7 +212,7 @@ def _finished(totals: Totals) -> Metrics:
         "m2_trust_region": _divide(s["m2_trust_region"], s["trust_region"]),
         "m2_kept": _divide(s["m2_kept"], s["trust_region_kept"]),
         "ratio_mean": _divide(s["ratio"], usable),
-        "ratio_max": most["ratio"],
+        "ratio_max": jnp.where(usable > 0.0, ratio_of(most["log_ratio"]), 0.0),
         "log_ratio_min": -most["negative_log_ratio"],
         "log_ratio_max": most["log_ratio"],
         "k1": _divide(s["k1"], usable),
@@ -235,9 +222,8 @@ def _finished(totals: Totals) -> Metrics:
         "saturated_frac": _divide(s["saturated"], n),
         "nonfinite_tokens": n - usable,
         "all_masked": ((n > 0.0) & (s["kept"] == 0.0)).astype(jnp.float32),
-        "log_ratio_histogram": s["log_ratio_histogram"],
     }
-    if "entropy_below" in s:
+    if "entropy_kept" in s:
         found |= _finished_entropy(s)
     if "reference_kl" in s:
         found["reference_kl"] = _divide(s["reference_kl"], usable)
@@ -245,19 +231,13 @@ def _finished(totals: Totals) -> Metrics:
 
 
 def _finished_entropy(s: dict[str, Array]) -> Metrics:
-    first = lambda x: jnp.diff(x, prepend=jnp.float32(0.0))  # noqa: E731
-    numbers, sums, whole, all_tokens = (
-        first(s["tokens_below"]),
-        first(s["entropy_below"]),
-        s["entropy_below"][-1],
-        s["tokens_below"][-1],
-    )
+    kept, masked = s["with_entropy_kept"], s["with_entropy_masked"]
     return {
-        "entropy_mean": _divide(whole, all_tokens),
-        "entropy_kept": _divide(s["entropy_kept"], s["with_entropy_kept"]),
-        "entropy_masked": _divide(whole - s["entropy_kept"], all_tokens - s["with_entropy_kept"]),
-        "entropy_by_ratio": _divide(sums, numbers),
-        "tokens_by_ratio": numbers,
+        "entropy_mean": _divide(s["entropy_kept"] + s["entropy_masked"], kept + masked),
+        "entropy_kept": _divide(s["entropy_kept"], kept),
+        "entropy_masked": _divide(s["entropy_masked"], masked),
+        "entropy_by_ratio": _divide(s["entropy_by_ratio"], s["with_entropy_by_ratio"]),
+        "tokens_by_ratio": s["with_entropy_by_ratio"],
     }
 
 

@@ -141,6 +141,7 @@ class Objective:
         response_mask: Bool[Array | np.ndarray, "B T"],
         *,
         proximal_logprobs: Floats_BT | None = None,
+        reference_logprobs: Floats_BT | None = None,
         finish_reason: Ints_B | Bool[Array | np.ndarray, "B"] | None = None,
     ) -> Bool[Array, "B T"]:
         """True where the token's gradient passes: a response token, not masked and not on the active clip branch."""
@@ -150,6 +151,7 @@ class Objective:
             advantages,
             response_mask,
             proximal_logprobs=proximal_logprobs,
+            reference_logprobs=reference_logprobs,
             finish_reason=finish_reason,
         )
         return self.definition.token_loss(self.config, tokens, self.statistics(tokens)).kept

@@ -1,8 +1,8 @@
 """Sums and extremes over (B, T) arrays, taken a few columns at a time so that no statistic costs a token-sized array.
 
-A hundred reductions of one batch are a hundred passes over memory, unless they are taken together while a block of it
-lies in cache. Blocks are of columns, since rows are what a mesh shards: no block crosses devices, and what is added up
-at the end are a few numbers.
+Dozens of reductions of one batch are dozens of passes over memory, unless they are taken together while a block of it
+lies in cache. Blocks are of columns and what is carried from block to block is a number a row: rows are what a mesh
+shards, so devices exchange nothing until the rows are added up at the end.
 """
 
 from collections.abc import Callable
@@ -13,61 +13,79 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-_BLOCK_TOKENS = 2**17
-MAX_BLOCK_COLUMNS = 128
-"""Most columns in a block; a row of a block has at most as many tokens."""
+_BLOCK_TOKENS = 2**16
+_BLOCK_COLUMNS = (32, 128)
+"""Fewest and most columns in a block."""
 
 Columns = TypeVar("Columns")
 
 
 class Totals(NamedTuple):
-    """Reductions of a part of the batch; those of two parts combine into those of both."""
+    """Reductions by name: of the rows (B, ...), or of the whole batch (...)."""
 
+    counts: dict[str, Array]
+    """Tokens: float32 by rows, in which up to 2^24 are exact and vectorised; int32 of the batch."""
     sums: dict[str, Array]
-    """float32 or int32, to be added over parts."""
+    """Float32."""
     maxima: dict[str, Array]
-    """float32, of which the maximum over parts is to be taken; -inf for an empty part."""
-
-
-def combine(a: Totals, b: Totals) -> Totals:
-    """The reductions of two disjoint parts of a batch, as if taken together."""
-    return Totals(jax.tree.map(jnp.add, a.sums, b.sums), jax.tree.map(jnp.maximum, a.maxima, b.maxima))
+    """Float32; -inf where there is nothing."""
 
 
 def over_columns(reduce: Callable[[Columns], Totals], columns: Columns) -> Totals:
-    """`reduce(columns)`, block by block. `columns` is a pytree of (B, T) arrays, or (B, 1) for one value a row."""
-    shapes = {x.shape for x in jax.tree.leaves(columns)}
-    rows, width = max(shapes, key=lambda shape: shape[1])
-    block = min(max(_BLOCK_TOKENS // max(rows, 1), 16), MAX_BLOCK_COLUMNS)
+    """Reductions of the whole batch.
+
+    Args:
+      reduce: from a block of columns to its reductions by rows, (B, ...).
+      columns: pytree of (B, T) arrays, or (B, 1) for one value a row.
+    """
+    rows, width = max((x.shape for x in jax.tree.leaves(columns)), key=lambda shape: shape[1])
+    fewest, most = _BLOCK_COLUMNS
+    block = min(max(_BLOCK_TOKENS // max(rows, 1), fewest), most)
     whole, rest = divmod(width, block)
-    totals = jax.tree.map(_neutral, jax.eval_shape(reduce, columns), is_leaf=lambda x: isinstance(x, Totals))
+    by_rows = _empty(jax.eval_shape(reduce, columns))
     if whole:
-        step = lambda i, totals: combine(totals, reduce(_block(columns, i * block, block)))  # noqa: E731
-        totals = lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, totals)
-    return combine(totals, reduce(_block(columns, whole * block, rest))) if rest else totals
-
-
-def _block(columns: Columns, start: Array | int, width: int) -> Columns:
-    return jax.tree.map(lambda x: x if x.shape[1] == 1 else lax.dynamic_slice_in_dim(x, start, width, axis=1), columns)
-
-
-def _neutral(shapes: Totals) -> Totals:
+        step = lambda i, totals: _combined(totals, reduce(_block(columns, i * block, block)))  # noqa: E731
+        by_rows = lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, by_rows)
+    if rest:
+        by_rows = _combined(by_rows, reduce(_block(columns, whole * block, rest)))
     return Totals(
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums),
-        jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes.maxima),
+        counts=jax.tree.map(lambda x: jnp.sum(x.astype(jnp.int32), axis=0, dtype=jnp.int32), by_rows.counts),
+        sums=jax.tree.map(lambda x: jnp.sum(x, axis=0), by_rows.sums),
+        maxima=jax.tree.map(lambda x: jnp.max(x, axis=0, initial=-jnp.inf), by_rows.maxima),
     )
 
 
-def total(x_BT: Array, where_BT: Array) -> Array:
-    """Sum over the tokens of `where_BT`, rows first; float32."""
-    return jnp.sum(jnp.sum(jnp.where(where_BT, x_BT, 0.0), axis=1))
+def row_count(where_BT: Array) -> Array:
+    """How many are True in each row, float32 (B,)."""
+    return jnp.sum(jnp.where(where_BT, 1.0, 0.0), axis=1)
 
 
-def count(where_BT: Array) -> Array:
-    """How many are True, int32; exact for up to 2^24 columns, as rows are counted in float32, which vectorises."""
-    return jnp.sum(jnp.sum(jnp.where(where_BT, 1.0, 0.0), axis=1).astype(jnp.int32), dtype=jnp.int32)
+def row_sum(x_BT: Array, where_BT: Array) -> Array:
+    """Sum of each row over the tokens of `where_BT`, float32 (B,)."""
+    return jnp.sum(jnp.where(where_BT, x_BT, 0.0), axis=1)
 
 
-def largest(x_BT: Array, where_BT: Array) -> Array:
-    """Maximum over the tokens of `where_BT`; -inf for none."""
-    return jnp.max(jnp.where(where_BT, x_BT, -jnp.inf), initial=-jnp.inf)
+def row_max(x_BT: Array, where_BT: Array) -> Array:
+    """Maximum of each row over the tokens of `where_BT`, float32 (B,); -inf for none."""
+    return jnp.max(jnp.where(where_BT, x_BT, -jnp.inf), axis=1, initial=-jnp.inf)
+
+
+def _block(columns: Columns, start: Array | int, width: int) -> Columns:
+    slice_of = lambda x: x if x.shape[1] == 1 else lax.dynamic_slice_in_dim(x, start, width, axis=1)  # noqa: E731
+    return jax.tree.map(slice_of, columns)
+
+
+def _combined(a: Totals, b: Totals) -> Totals:
+    return Totals(
+        jax.tree.map(jnp.add, a.counts, b.counts),
+        jax.tree.map(jnp.add, a.sums, b.sums),
+        jax.tree.map(jnp.maximum, a.maxima, b.maxima),
+    )
+
+
+def _empty(shapes: Totals) -> Totals:
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+    nothing = lambda x: jnp.full(x.shape, -jnp.inf, x.dtype)  # noqa: E731
+    return Totals(
+        jax.tree.map(zeros, shapes.counts), jax.tree.map(zeros, shapes.sums), jax.tree.map(nothing, shapes.maxima)
+    )

@@ -14,9 +14,12 @@ from tests.models import policies
 GROUPS, SIZE, PROMPT, RESPONSE, VOCABULARY = 3, 4, 5, 6, 15
 
 
-def spec(objective: str = "m2po", temperature: float = 0.7, **hyperparameters: float) -> UpdateSpec:
+def spec(
+    objective: str = "m2po", temperature: float = 0.7, micro_batches: int = 1, **hyperparameters: Any
+) -> UpdateSpec:
     model, _ = policies.random_policy(VOCABULARY, layers=1)
-    return UpdateSpec(model, objectives.get(objective, **hyperparameters), temperature, SIZE, "std")
+    loss = objectives.get(objective, **hyperparameters)
+    return UpdateSpec(model, loss, temperature, SIZE, "std", RESPONSE, micro_batches=micro_batches)
 
 
 @functools.cache
@@ -39,6 +42,7 @@ def mini_batch(seed: int = 0, **changes: Any) -> MiniBatch:
         behavior_logprobs=np.where(response_mask, rng.normal(-2.5, 0.6, response_mask.shape), 0).astype(np.float32),
         rewards=np.tile(np.array([1, 0, 0, 1], np.float32), GROUPS),
         truncated=rng.random(rows) < 0.5,
+        staleness=np.full(rows, 256, np.int32),
     )
     return batch._replace(**changes)
 

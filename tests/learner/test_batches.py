@@ -32,19 +32,20 @@ def rollouts(groups=4, size=2) -> Rollouts:
 
 def test_rows_are_cut_in_order_into_whole_groups_at_fixed_widths():
     source = rollouts()
-    cut = mini_batches(source, 2, prompt_width=5, response_width=6)
+    cut = mini_batches(source, 2, prompt_width=5, response_width=6, staleness_updates=256)
     assert len(cut) == 2
     np.testing.assert_array_equal(np.concatenate([batch.rewards for batch in cut]), source.rewards)
     for batch in cut:
         assert batch.prompt_tokens.shape == batch.prompt_valid.shape == (4, 5)
         assert batch.response_tokens.shape == batch.response_mask.shape == batch.behavior_logprobs.shape == (4, 6)
     np.testing.assert_array_equal(cut[0].response_mask.sum(axis=1), [1, 2, 3, 4])
+    np.testing.assert_array_equal([batch.staleness for batch in cut], [[256] * 4, [257] * 4])
     np.testing.assert_array_equal(cut[0].response_tokens, 7 * cut[0].response_mask)
     np.testing.assert_array_equal(cut[0].behavior_logprobs, -0.5 * cut[0].response_mask)
 
 
 def test_prompts_end_where_responses_begin():
-    (batch,) = mini_batches(rollouts(), 1, prompt_width=4, response_width=4)
+    (batch,) = mini_batches(rollouts(), 1, prompt_width=4, response_width=4, staleness_updates=0)
     np.testing.assert_array_equal(
         batch.prompt_tokens[::2], [[0, 0, 0, 1], [0, 0, 11, 12], [0, 21, 22, 23], [0, 0, 0, 31]]
     )
@@ -55,14 +56,14 @@ def test_truncation_is_what_the_record_says_not_what_the_width_suggests():
     source = rollouts()
     source.finish_reasons[0] = "length"  # of one token
     source.finish_reasons[3] = "stop"  # as long as the array
-    (batch,) = mini_batches(source, 1, prompt_width=3, response_width=4)
+    (batch,) = mini_batches(source, 1, prompt_width=3, response_width=4, staleness_updates=0)
     np.testing.assert_array_equal(batch.truncated, [True, False, False, False, False, False, False, True])
 
 
 @pytest.mark.parametrize(("count", "prompt", "response"), [(3, 5, 6), (2, 2, 6), (2, 5, 3)])
 def test_what_does_not_fit_is_refused(count, prompt, response):
     with pytest.raises(ValueError, match="do not divide|does not fit"):
-        mini_batches(rollouts(), count, prompt, response)
+        mini_batches(rollouts(), count, prompt, response, 0)
 
 
 def test_padding_moves_from_right_to_left():

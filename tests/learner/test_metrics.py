@@ -1,11 +1,12 @@
 import struct
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.learner.metrics import MetricsLog, alarms
 from m2po_jax.rollouts import Store, read_segments
 
 
@@ -23,7 +24,7 @@ def segments(store):
 
 
 def test_a_batch_is_fetched_when_the_next_one_comes(store):
-    log = MetricsLog(store, 0, None)
+    log = MetricsLog(store, 0, None, pytest.fail)
     log.updates(batch(0))
     assert log.latest == {}
     log.updates(batch(2))
@@ -32,7 +33,7 @@ def test_a_batch_is_fetched_when_the_next_one_comes(store):
 
 
 def test_segments_hold_whole_intervals_and_every_line(store):
-    log = MetricsLog(store, 0, None)
+    log = MetricsLog(store, 0, None, pytest.fail)
     log.evaluation(0, {"accuracy": 0.25})
     for version in (0, 2, 4):
         log.updates(batch(version))
@@ -48,10 +49,10 @@ def test_segments_hold_whole_intervals_and_every_line(store):
 
 
 def test_a_resumed_log_replaces_the_segment_it_begins(store):
-    first = MetricsLog(store, 4, None)
+    first = MetricsLog(store, 4, None, pytest.fail)
     first.updates(batch(4, loss=1.0))
     first.flush(6)
-    second = MetricsLog(store, 4, None)
+    second = MetricsLog(store, 4, None, pytest.fail)
     for version in (4, 6):
         second.updates(batch(version, loss=2.0))
     second.flush(8)
@@ -60,7 +61,7 @@ def test_a_resumed_log_replaces_the_segment_it_begins(store):
 
 
 def test_a_number_that_is_none_becomes_null(store):
-    log = MetricsLog(store, 0, None)
+    log = MetricsLog(store, 0, None, pytest.fail)
     log.updates(batch(0, loss=float("nan")))
     log.flush(2)
     assert [line["loss"] for line in read_segments(store)] == [None, None]
@@ -86,7 +87,7 @@ def masked(crc: int) -> int:
 
 
 def test_events_are_written_for_tensorboard_as_they_come(store, tmp_path):
-    log = MetricsLog(store, 0, tmp_path / "events")
+    log = MetricsLog(store, 0, tmp_path / "events", pytest.fail)
     log.evaluation(0, {"accuracy": 0.25})
     log.updates(batch(0))
     log.updates(batch(2))
@@ -103,7 +104,44 @@ def test_events_are_written_for_tensorboard_as_they_come(store, tmp_path):
 
 def test_a_resumed_log_voids_the_events_it_writes_again(store, tmp_path):
     for first_version in (0, 4):
-        log = MetricsLog(store, first_version, tmp_path / "events")
+        log = MetricsLog(store, first_version, tmp_path / "events", pytest.fail)
         log.close()
     starts = [event.step for event in events_in(tmp_path / "events") if event.HasField("session_log")]
     assert starts == [0, 4]
+
+
+def test_arrays_become_lists_and_stay_out_of_the_events(store, tmp_path):
+    log = MetricsLog(store, 0, tmp_path / "events", pytest.fail)
+    counts, means = jnp.asarray([[0.0, 3.0], [1.0, 2.0]]), jnp.asarray([0.5, jnp.nan])
+    log.updates([({"version": 0, "mini_batch": 0}, {"loss": jnp.float32(0.5), "counts": counts, "means": means})])
+    log.flush(1)
+    log.close()
+    (line,) = read_segments(store)
+    assert line["counts"] == [[0, 3], [1, 2]] and line["means"] == [0.5, None]
+    tags = {value.tag for event in events_in(tmp_path / "events") for value in event.summary.value}
+    assert "update/loss" in tags and not any("counts" in tag or "means" in tag for tag in tags)
+
+
+def test_what_went_wrong_is_said_by_name(store):
+    said = []
+    log = MetricsLog(store, 0, None, said.append)
+    wrong = {
+        "all_masked": 1.0,
+        "skipped": 1.0,
+        "saturated_frac": 0.25,
+        "nonfinite_behavior": 2.0,
+        "nonfinite_tokens": 2.0,
+    }
+    log.updates(
+        [
+            ({"version": v, "mini_batch": v}, {k: np.float32(x) for k, x in m.items()})
+            for v, m in enumerate((dict.fromkeys(wrong, 0.0), wrong))
+        ]
+    )
+    log.flush(2)
+    assert len(said) == 4 and all(line.startswith("update 1: ") for line in said)
+    assert any("2 tokens whose behavior log-prob is not finite" in line for line in said)
+    assert any("every token is masked" in line for line in said)
+    assert any("25.00% of the ratios are saturated" in line for line in said)
+    assert any("update skipped" in line for line in said)
+    assert alarms({"version": 3}) == []

@@ -96,7 +96,10 @@ def test_metrics_of_the_batch():
     assert metrics["truncated_frac"] == pytest.approx(batch.truncated.mean())
     assert 0 < metrics["entropy_mean"] < np.log(batches.VOCABULARY)
     assert metrics["skipped"] == 0.0
-    assert all(value.dtype == np.float32 and value.shape == () for value in metrics.values())
+    arrays = {"log_ratio_histogram": (7, 3, 31), "entropy_by_ratio": (7,), "tokens_by_ratio": (7,)}
+    assert all(value.dtype == np.float32 and value.shape == arrays.get(key, ()) for key, value in metrics.items())
+    assert metrics["log_ratio_histogram"][5].sum() == batch.response_mask.sum(), "all of age 256"
+    assert metrics["no_signal_groups_frac"] == 0.0
 
 
 def test_what_padding_holds_changes_no_bit():
@@ -150,6 +153,7 @@ def test_equal_rewards_give_no_gradient(reward):
     found, metrics = gradient_of(UPDATE, fresh(), batch._replace(rewards=np.full_like(batch.rewards, reward)))
     assert all((leaf == 0.0).all() for leaf in jax.tree.leaves(found))
     assert metrics["grad_norm"] == 0.0 and metrics["no_signal_frac"] == 1.0 and metrics["skipped"] == 0.0
+    assert metrics["no_signal_groups_frac"] == 1.0
 
 
 def test_a_group_with_equal_rewards_adds_nothing_to_the_others():
