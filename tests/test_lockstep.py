@@ -195,10 +195,13 @@ def test_new_data_has_ratios_of_one(on_policy):
             assert line["m2_all"] < 1e-8 and line["masked_frac"] == 0.0
 
 
-def test_a_skipped_update_consumes_its_data_and_counts(on_policy):
+def test_a_skipped_update_consumes_its_data_counts_and_is_said(on_policy):
     lines = updates_of(on_policy)
     assert [line["version"] for line in lines if line["skipped"]] == [POISONED]
     assert lines[POISONED]["loss"] is None and lines[POISONED]["grad_norm"] is None
+    assert [note for note in on_policy.notes if "update skipped" in note] == [
+        f"update {POISONED}: loss or gradient is not finite; update skipped"
+    ]
     assert len(lines) == TOTAL and all(np.isfinite(line["loss"]) for line in lines if not line["skipped"])
 
 

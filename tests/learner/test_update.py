@@ -7,7 +7,7 @@ import pytest
 
 from m2po_jax.config import LearnerConfig
 from m2po_jax.learner.state import init_state, make_optimizer
-from m2po_jax.learner.update import make_update
+from m2po_jax.learner.update import advantages, make_update
 from tests.learner import batches
 from tests.learner.batches import SGD, gradient_of, mini_batch
 from tests.models import reference
@@ -154,6 +154,19 @@ def test_equal_rewards_give_no_gradient(reward):
     assert all((leaf == 0.0).all() for leaf in jax.tree.leaves(found))
     assert metrics["grad_norm"] == 0.0 and metrics["no_signal_frac"] == 1.0 and metrics["skipped"] == 0.0
     assert metrics["no_signal_groups_frac"] == 1.0
+
+
+def test_a_long_response_may_lose_reward():
+    """T = 6, a cache of 4: lengths 1 to 6 lose 0, 0, 1/4, 2/4, 3/4, 1 before the advantages are taken."""
+    batch = mini_batch()
+    spec = batches.spec()._replace(overlong_cache=4, normalize_advantages="none")
+    lengths = batch.response_mask.sum(axis=1)
+    assert len(set(lengths)) > 3
+    shaped = batch.rewards - np.maximum(lengths - 2, 0) / 4
+    groups = shaped.reshape(batches.GROUPS, batches.SIZE)
+    np.testing.assert_allclose(
+        advantages(spec, batch), (groups - groups.mean(axis=1, keepdims=True)).ravel(), atol=1e-6
+    )
 
 
 def test_a_group_with_equal_rewards_adds_nothing_to_the_others():

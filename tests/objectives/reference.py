@@ -472,8 +472,10 @@ def penalty(estimator, x):
         return x, 1.0, abs(x), 1.0
     if estimator == "k2":
         return x**2 / 2, x, x**2 / 2, abs(x)
-    inverse = math.expm1(min(max(-x, -MAX_EXPONENT), MAX_EXPONENT))
-    return inverse + x, 1.0 - ratio_slope(-x), abs(inverse) + abs(x), 1.0 + ratio_slope(-x)
+    if x <= -MAX_EXPONENT:
+        return math.expm1(MAX_EXPONENT) - MAX_EXPONENT, 0.0, math.exp(MAX_EXPONENT), 0.0
+    inverse = math.expm1(-x)
+    return inverse + x, 1.0 - math.exp(-x), abs(inverse) + abs(x), 1.0 + math.exp(-x)
 
 
 SIZES = [2.0**k for k in range(-10, 5)]

@@ -9,194 +9,300 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from m2po_jax import objectives
-from m2po_jax.objectives import group_advantages, metrics, second_moment_mask
-from m2po_jax.objectives.tokens import prepare
+from m2po_jax.objectives import group_advantages, second_moment_mask
+from m2po_jax.objectives.tokens import counts_of, prepare
 from tests.objectives import batches, reference
-from tests.objectives.test_losses import every_objective, jitted_gradient_of, jitted_kept
-
-jitted = jax.jit(lambda objective, *arrays: objective(*arrays), static_argnums=0)
-
-
-def row(log_ratio, advantage=1.0, dtype=np.float32):
-    """One response with those log-ratios, all of its tokens in the response."""
-    log_ratio = np.asarray([log_ratio], np.float32).astype(dtype)
-    return log_ratio, np.zeros_like(log_ratio), np.full((1, 1), advantage, np.float32), np.ones(log_ratio.shape, bool)
+from tests.objectives.batches import full_batch, jitted_outcome, metrics_of, of_log_ratios, without_measurements
+from tests.objectives.test_losses import agree, every_objective
 
 
-@every_objective
-@pytest.mark.parametrize("size", [200.0, 1e4])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_1_huge_log_ratios_are_finite_and_a_masked_one_has_no_gradient(name, size, sign, advantage):
-    log_ratio, behavior, advantages, mask = row([0.1, sign * size, sign * size, -0.1], advantage)
-    mask[0, 1] = False
-    loss, values, gradient = jitted_gradient_of(objectives.get(name), log_ratio, behavior, advantages, mask)
-    assert np.isfinite(loss) and np.isfinite(gradient).all() and all(np.isfinite(v) for v in values.values())
-    assert gradient[0, 1] == 0.0
-    assert float(values["saturated_frac"]) == np.float32(1 / 3)
+def results(objective, batch):
+    """Outcome and metrics."""
+    outcome = jitted_outcome(objective, without_measurements(batch))
+    return outcome, metrics_of(batch, outcome.kept, outcome.loss)
+
+
+def all_finite(*trees):
+    return all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(trees))
 
 
 @every_objective
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_2_log_ratios_of_a_thousand_are_finite_in_either_precision(name, dtype):
-    arrays = row([1000.0, -1000.0], dtype=dtype)
-    loss, values, gradient = jitted_gradient_of(objectives.get(name), *arrays)
-    assert loss.dtype == np.float32 and gradient.dtype == dtype
-    assert np.isfinite(loss) and np.isfinite(np.asarray(gradient, np.float32)).all()
-    assert float(values["k1"]) == 0.0
-    np.testing.assert_allclose(values["k3"], (np.expm1(20.0) - 1000.0 + np.expm1(-20.0) + 1000.0) / 2, rtol=1e-6)
+def test_1_huge_log_ratios_are_finite_and_a_masked_one_has_no_gradient(name):
+    """Mask before exp: +-200 on a masked and on an unmasked token; also from the clamp at 20 up to 1e4."""
+    for size in (20.0, -20.0, 200.0, -200.0, 1e4, -1e4):
+        for advantage in (1.0, -1.0):
+            batch = of_log_ratios([0.1, size, size, -0.1], advantage)
+            batch["response_mask"][0, 1] = False
+            outcome, metrics = results(objectives.get(name), batch)
+            assert all_finite(outcome, metrics)
+            assert outcome.gradient[0, 1] == 0.0 and not outcome.kept[0, 1]
+            assert float(metrics["saturated_frac"]) == np.float32(1 / 3)
+            agree(outcome, name, reference.Batch.of(**without_measurements(batch)))
 
 
 @every_objective
-@pytest.mark.parametrize("where", ["policy", "behavior"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_4_a_missing_log_prob_is_neutral_masked_and_counted(name, where, value):
-    policy, behavior, advantages, mask = batches.normal_batch(0)
-    mask[1] = True
-    broken = {"policy": policy.copy(), "behavior": behavior.copy()}
-    broken[where][1, 2] = value
-    arrays = (broken["policy"], broken["behavior"], advantages, mask)
-    loss, values, gradient = jitted_gradient_of(objectives.get(name), *arrays)
-    expected_loss, expected_gradient, kept = reference.objective(name, reference.Batch.of(*arrays))
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
-    assert gradient[1, 2] == 0.0 and not jitted_kept(objectives.get(name), *arrays)[1, 2] and not kept[1, 2]
-    assert float(values["nonfinite_tokens"]) == 1.0 and float(values["tokens"]) == mask.sum()
-    assert all(np.isfinite(v) for v in values.values())
+def test_2_log_ratios_of_a_thousand_are_finite_in_bfloat16_too(name):
+    """+-1000 to the behaviour, proximal and reference policy; the three estimators stand in test_aggregation."""
+    batch = of_log_ratios([1000.0, -1000.0], dtype=jnp.bfloat16)
+    outcome, metrics = results(objectives.get(name, kl_coefficient=0.1), batch)
+    assert outcome.loss.dtype == np.float32 and outcome.gradient.dtype == jnp.bfloat16
+    assert all_finite(outcome, metrics)
+    assert float(metrics["k1"]) == 0.0
+    np.testing.assert_allclose(metrics["k3"], (np.expm1(20.0) - 1000.0 + np.expm1(-20.0) + 1000.0) / 2, rtol=1e-6)
+    np.testing.assert_allclose(metrics["reference_kl"], (999.0 + np.expm1(20.0) - 20.0) / 2, rtol=1e-6)
 
 
-def test_5_many_small_log_ratios_read_as_ratios_of_their_kind():
-    """300 tokens at +0.005: token ratio and geometric mean 1.005, and the product 4.48, are finite."""
-    arrays = row([0.005] * 300)
-    token_loss, values = jitted(objectives.get("grpo_no_tr"), *arrays)
-    sequence_loss, _ = jitted(objectives.get("gspo", epsilon_high=1.0), *arrays)
-    assert float(-token_loss) == pytest.approx(1.005, abs=1e-4)
-    assert float(-sequence_loss) == pytest.approx(1.005, abs=1e-4)
-    assert float(values["ratio_max"]) == pytest.approx(1.005, abs=1e-4)
-    assert float(jnp.exp(-300 * values["k1"])) == pytest.approx(4.48, abs=0.01)
+@every_objective
+def test_4_a_missing_log_prob_is_neutral_masked_and_counted(name):
+    """NaN or infinite under any of the four policies: the batch survives, and that token is the only one changed."""
+    for policy in ("policy", "behavior", "proximal", "reference"):
+        for value in (np.nan, np.inf, -np.inf):
+            batch = full_batch(0)
+            batch["response_mask"][1] = True
+            batch[f"{policy}_logprobs"][1, 2] = value
+            outcome, metrics = results(objectives.get(name), batch)
+            assert all_finite(outcome, metrics)
+            assert outcome.gradient[1, 2] == 0.0 and not outcome.kept[1, 2]
+            agree(outcome, name, reference.Batch.of(**without_measurements(batch)))
+            counted = {key: float(x) for key, x in metrics.items() if key.startswith("nonfinite_")}
+            expected = dict.fromkeys(counted, 0.0) | {"nonfinite_tokens": 1.0, f"nonfinite_{policy}": 1.0}
+            assert counted == expected and float(metrics["tokens"]) == batch["response_mask"].sum()
 
 
-@pytest.mark.parametrize("name", ["m2po", "m2po_clip", "grpo", "gspo"])
+def wide_row(log_ratio):
+    """One response of any width: policy, behaviour, advantages, mask."""
+    log_ratio = np.asarray([log_ratio], np.float32)
+    return log_ratio, np.zeros_like(log_ratio), np.ones((1, 1), np.float32), np.ones(log_ratio.shape, bool)
+
+
+@pytest.mark.parametrize(
+    ("name", "hyperparameters", "ratio"),
+    [
+        ("grpo_no_tr", {}, 1.005),
+        ("gspo", {"epsilon_high": 1.0}, 1.005),
+        ("gmpo", {}, 1.005),
+        ("topr", {"cap": 10.0}, 4.48),
+    ],
+)
+def test_5_many_small_log_ratios_read_as_ratios_of_their_kind(name, hyperparameters, ratio):
+    """300 tokens at +0.005: token ratio and geometric mean 1.005, and the product 4.48, are finite.
+
+    The product weighs responses with A < 0, and the gradient of each of 300 tokens is the ratio / 300.
+    """
+    policy, behavior, advantages, mask = wide_row([0.005] * 300)
+    sign = -1.0 if name == "topr" else 1.0
+    batch = {
+        "policy_logprobs": policy,
+        "behavior_logprobs": behavior,
+        "advantages": sign * advantages,
+        "response_mask": mask,
+    }
+    outcome = jitted_outcome(objectives.get(name, **hyperparameters), batch)
+    np.testing.assert_allclose(outcome.gradient, np.full((1, 300), -sign * ratio / 300), rtol=1e-3)
+    if name == "grpo_no_tr":
+        metrics = metrics_of(batch, outcome.kept, outcome.loss)
+        assert float(metrics["ratio_max"]) == pytest.approx(1.005, abs=1e-4)
+        assert float(jnp.exp(-300 * metrics["k1"])) == pytest.approx(4.48, abs=0.01)
+
+
+MASKING = ("m2po", "m2po_clip", "m2po_all_tokens", "grpo", "gspo", "dapo", "dr_grpo", "decoupled_ppo", "tis", "icepop")
+
+
+@pytest.mark.parametrize("name", (*MASKING, "gmpo"))
 def test_5_a_batch_in_which_everything_is_masked_raises_the_alarm(name):
-    _, values = jitted(objectives.get(name), *row([0.5, 0.6, 0.7]))
-    assert float(values["all_masked"]) == 1.0 and float(values["masked_frac"]) == 1.0
-    _, values = jitted(objectives.get(name), *row([0.5, -0.9, 0.0]))
-    assert float(values["all_masked"]) == 0.0
+    """Everything far above a clip; the rule of m2po_all_tokens keeps the smallest, so that its clip does it there."""
+    outcome, metrics = results(objectives.get(name), of_log_ratios([0.5, 0.6, 0.7]))
+    assert float(metrics["all_masked"]) == 1.0 and float(metrics["masked_frac"]) == 1.0
+    assert not np.any(outcome.gradient)
+    _, metrics = results(objectives.get(name), of_log_ratios([0.1, -0.9, 0.0]))
+    assert float(metrics["all_masked"]) == 0.0
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def partial_gradient(objective, statistics, denominator, policy, behavior, advantages, mask):
-    def share(policy):
-        return objective.partial_loss(prepare(policy, behavior, advantages, mask), statistics, denominator)
+@pytest.mark.parametrize("name", ["icepop", "dapo"])
+def test_5_the_alarm_of_weights_out_of_the_band_and_of_cut_responses(name):
+    batch = of_log_ratios([0.0, 0.0])
+    if name == "icepop":
+        batch["behavior_logprobs"] = np.full(batches.SHAPE, -2.0, np.float32)
+    else:
+        batch["finish_reason"][:] = 1
+    outcome, metrics = results(objectives.get(name), batch)
+    assert float(metrics["all_masked"]) == 1.0 and not np.any(outcome.gradient)
 
-    (loss, parts), gradient = jax.value_and_grad(share, has_aux=True)(policy)
-    return loss, parts, gradient
+
+ROWS = 16
+LENGTHS = (6, 1, 3, 0, 0, 2, 6, 5, 4, 0, 1, 6, 2, 3, 0, 0)
+SPLITS = ((14,), (3, 11), (3, 2, 8, 1), (1, 2, 2, 5, 0, 3, 1))
+"""1, 2, 4 and 7 micro-batches of 14 responses of unequal length; one micro-batch is empty, another without tokens."""
 
 
 def ragged_batch():
-    """14 responses of unequal length, three of them empty."""
-    policy, behavior, advantages, _ = batches.normal_batch(1, (14, 6))
-    lengths = np.asarray([6, 1, 3, 0, 0, 2, 6, 5, 4, 0, 1, 6, 2, 3])
-    return policy, behavior, advantages, np.arange(6)[None, :] < lengths[:, None]
+    """14 responses of unequal length, three of them empty, and two empty rows so that shards are even."""
+    batch = without_measurements(full_batch(1, (ROWS, 6)))
+    return batch | {"response_mask": np.arange(6)[None, :] < np.asarray(LENGTHS)[:, None]}
 
 
-def padded(piece, rows):
-    """The same responses, and empty ones up to that many rows."""
-    return [np.concatenate([x, np.zeros((rows - len(x), x.shape[1]), x.dtype)]) for x in piece]
+def piece(batch, start, stop):
+    """The responses of a micro-batch, and rows of padding up to ROWS."""
+    return {key: np.concatenate([x[start:stop], np.zeros_like(x)[: ROWS - stop + start]]) for key, x in batch.items()}
 
 
-@every_objective
-@pytest.mark.parametrize("splits", [(14,), (3, 11), (3, 2, 8, 1), (1, 2, 2, 5, 0, 3, 1)])
-def test_6_micro_batches_give_the_gradient_of_the_whole(name, splits):
-    arrays, objective = ragged_batch(), objectives.get(name)
-    loss, values, gradient = jitted_gradient_of(objective, *arrays)
-    whole = prepare(*arrays)
-    statistics, denominator = objective.statistics(whole), objective.denominator(whole)
-    pieces = zip(*(np.split(x, np.cumsum(splits)[:-1]) for x in arrays), strict=True)
-    results = [partial_gradient(objective, statistics, denominator, *padded(piece, 14)) for piece in pieces]
-    np.testing.assert_allclose(sum(float(r[0]) for r in results), loss, rtol=1e-5)
-    by_parts = np.concatenate([r[2][:size] for r, size in zip(results, splits, strict=True)])
-    np.testing.assert_allclose(by_parts, gradient, rtol=1e-6, atol=1e-9)
-    together = metrics.finish(functools.reduce(metrics.combine, [r[1] for r in results]))
-    for key in values:
-        np.testing.assert_allclose(together[key], values[key], rtol=1e-5, atol=1e-6, err_msg=key)
+@functools.partial(jax.jit, static_argnums=0)
+def statistics_and_counts(objective, batch):
+    tokens = prepare(**batch)
+    return objective.statistics(tokens), counts_of(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def partial_outcome(objective, batch, statistics, counts):
+    def share(policy):
+        return objective.partial_loss(prepare(**(batch | {"policy_logprobs": policy})), statistics, counts)
+
+    (loss, kept), gradient = jax.value_and_grad(share, has_aux=True)(batch["policy_logprobs"])
+    return batches.Outcome(loss, gradient, kept)
 
 
 @every_objective
-@pytest.mark.parametrize("shards", [2, 4])
-def test_6_shards_give_the_gradient_of_one_device(name, shards):
-    arrays = batches.normal_batch(2, (8, 6))
-    arrays[3][:2] = False
+@pytest.mark.parametrize(
+    ("shards", "aggregation"), [(1, "token_mean"), (2, "sequence_mean"), (4, "constant_sum")], ids=str
+)
+def test_6_micro_batches_on_shards_give_the_gradient_of_the_whole(name, shards, aggregation):
+    changed = {"aggregation": aggregation, "kl_coefficient": 0.1}
+    if name == "m2po_all_tokens" and aggregation == "token_mean":
+        changed |= {"denominator": "kept", "kl_coefficient": 0.0}
+    objective, whole = objectives.get(name, **changed), ragged_batch()
     mesh = jax.make_mesh((shards,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
-    sharded = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in arrays]
-    expected, actual = (jitted_gradient_of(objectives.get(name), *x) for x in (arrays, sharded))
-    assert len(sharded[0].sharding.device_set) == shards
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, expected)
+    place = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("data")))
+    shared = statistics_and_counts(objective, place(whole))
+    for sizes in SPLITS:
+        ends = np.cumsum(sizes)
+        parts = [
+            partial_outcome(objective, place(piece(whole, end - size, end)), *shared)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        assert len(parts[0].gradient.sharding.device_set) == shards
+        own = [jax.tree.map(lambda x, size=size: x[:size], part[1:]) for part, size in zip(parts, sizes, strict=True)]
+        gradient, kept = (np.concatenate([*x, np.zeros_like(x[0], shape=(2, 6))]) for x in zip(*own, strict=True))
+        together = batches.Outcome(sum(float(part.loss) for part in parts), gradient, kept)
+        agree(together, name, reference.Batch.of(**whole), **changed)
 
 
-def test_7_masked_tokens_stay_in_the_denominator():
-    """3 of 5 tokens are masked; the sum over the two that are left is divided by 5, in micro-batches too."""
-    arrays = row([0.6, 0.7, 0.8, 0.0, -0.1])
-    loss, values, gradient = jitted_gradient_of(objectives.get("m2po"), *arrays)
-    assert float(values["tokens"]) == 5.0 and float(values["masked_frac"]) == pytest.approx(0.6)
-    assert float(loss) == pytest.approx(-(1.0 + np.exp(-0.1)) / 5)
-    np.testing.assert_allclose(gradient[0], [0.0, 0.0, 0.0, -0.2, -np.exp(-0.1) / 5], rtol=1e-6)
+@pytest.mark.parametrize("name", (*MASKING, "gmpo"))
+def test_7_masked_tokens_stay_in_the_denominator(name):
+    """3 of 5 tokens go at a ratio of 6; the other two, at 0.9, are divided by 5, in micro-batches too."""
+    batch = without_measurements(of_log_ratios([np.log(6.0)] * 3))
+    batch["policy_logprobs"][1, :2], batch["response_mask"][1, :2] = np.log(0.9), True
+    if name in ("m2po_all_tokens", "icepop"):
+        batch["proximal_logprobs"] = batch["policy_logprobs"]
+    objective = objectives.get(name, aggregation="token_mean")
+    expected = np.zeros(batches.SHAPE)
+    expected[1, :2] = -0.9 / 5
+    whole = jitted_outcome(objective, batch)
+    np.testing.assert_allclose(whole.gradient, expected, rtol=1e-5)
+    np.testing.assert_array_equal(whole.kept, expected != 0.0)
+    assert float(metrics_of(batch, whole.kept, whole.loss)["masked_frac"]) == pytest.approx(0.6)
 
-    objective, whole = objectives.get("m2po"), prepare(*arrays)
-    statistics, denominator = objective.statistics(whole), objective.denominator(whole)
-    halves = [(x[:, :4], x[:, 4:]) if x.shape[1] > 1 else (x, x) for x in arrays]
-    shares = [partial_gradient(objective, statistics, denominator, *half)[0] for half in zip(*halves, strict=True)]
-    assert float(sum(shares)) == pytest.approx(float(loss))
+    shared = statistics_and_counts(objective, batch)
+    rows = [batch | {"response_mask": batch["response_mask"] & (np.arange(4) == i)[:, None]} for i in range(2)]
+    parts = [partial_outcome(objective, row, *shared) for row in rows]
+    np.testing.assert_allclose(parts[0].gradient + parts[1].gradient, expected, rtol=1e-5)
+    assert float(parts[0].loss + parts[1].loss) == pytest.approx(float(whole.loss), rel=1e-5)
+
+
+@every_objective
+def test_7_tokens_without_a_log_prob_stay_in_the_denominator(name):
+    """On policy, 3 of 5 tokens missing: a gradient of -1/5 for the other two, of |o| = 5 in every mean of a response."""
+    batch = without_measurements(of_log_ratios([0.0, np.nan, np.nan, 0.0, np.nan]))
+    outcome = jitted_outcome(objectives.get(name, aggregation="token_mean"), batch)
+    share = 0.4 if name in ("gspo", "gmpo") else 1.0  # two tokens carry their fifth of the mean of five
+    np.testing.assert_allclose(outcome.gradient[0, :5], [-share / 5, 0.0, 0.0, -share / 5, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(outcome.kept[0], [True, False, False, True, False, False])
+
+
+def test_7_the_option_of_counting_kept_tokens():
+    """AReaL's denominator: weights of 6 are dropped, the two of 0.9 are divided by 2."""
+    batch = without_measurements(of_log_ratios([np.log(6.0)] * 3 + [np.log(0.9)] * 2))
+    batch["proximal_logprobs"] = batch["policy_logprobs"]
+    outcome = jitted_outcome(objectives.get("m2po_all_tokens", denominator="kept"), batch)
+    np.testing.assert_allclose(outcome.gradient[0, :5], [0.0, 0.0, 0.0, -0.45, -0.45], rtol=1e-5)
 
 
 def test_8_moments_are_summed_before_the_division():
     """Weights [1, 1] and [2, 2]: each half has a normalised effective sample size of 1, the whole one of 0.9."""
-    objective = objectives.get("grpo_no_tr")
-    parts = []
-    for weight in (1.0, 2.0):
-        half = row([np.log(weight)] * 2)
-        parts.append(partial_gradient(objective, (), jnp.int32(4), *half)[1])
-        assert float(metrics.finish(parts[-1])["ess"]) == pytest.approx(1.0)
-    whole = metrics.finish(metrics.combine(*parts))
+    batch = of_log_ratios([0.0, 0.0])
+    batch["policy_logprobs"][1, :2], batch["response_mask"][1, :2] = np.log(2.0), True
+    for row in range(2):
+        half = batch | {"response_mask": batch["response_mask"] & (np.arange(4) == row)[:, None]}
+        assert float(metrics_of(half, half["response_mask"], jnp.float32(0))["ess"]) == pytest.approx(1.0)
+    whole = metrics_of(batch, batch["response_mask"], jnp.float32(0))
     assert float(whole["ess"]) == pytest.approx(0.9)
     assert float(whole["chi2"]) == pytest.approx(0.5)
     assert float(whole["m2_all"]) == pytest.approx(np.log(2.0) ** 2 / 2)
 
 
 @every_objective
-def test_9_a_group_with_equal_rewards_gives_no_gradient(name):
-    policy, behavior, _, mask = batches.normal_batch(3)
-    advantages = group_advantages(jnp.asarray([1.0, 1.0, 1.0, 0.0]), group_size=2)[:, None]
-    _, values, gradient = jitted_gradient_of(objectives.get(name), policy, behavior, advantages, mask)
-    assert not np.any(gradient[:2]) and np.any(gradient[2:]) and np.isfinite(gradient).all()
-    assert float(values["no_signal_frac"]) == 0.5
+def test_9_a_group_with_equal_rewards_gives_no_gradient_but_that_of_the_penalty(name):
+    batch = full_batch(3)
+    rewards = np.asarray([1.0, 1.0, 1.0, 0.0], np.float32)
+    batch["advantages"] = np.asarray(group_advantages(rewards, group_size=2))[:, None]
+    batch["finish_reason"][:] = 0
+    outcome, metrics = results(objectives.get(name), batch)
+    assert not np.any(outcome.gradient[:2]) and np.any(outcome.gradient[2:]) and all_finite(outcome, metrics)
+    assert float(metrics["no_signal_frac"]) == 0.5
+
+    coefficient = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
+    penalised = jitted_outcome(objectives.get(name, **coefficient), without_measurements(batch))
+    wide = reference.Batch.of(**without_measurements(batch))
+    weights = reference.token_weights(reference.settings(name), wide)[:, None]
+    np.testing.assert_allclose(penalised.gradient[:2], (0.5 * weights * wide.reference_log_ratio)[:2], rtol=1e-5)
 
 
 def spread(second_moment, count):
-    """Distinct values within half a percent below that second moment."""
+    """Log-ratios of distinct second moments within half a percent below that one."""
     return np.sqrt(np.linspace(0.995, 1.0, count) * second_moment)
 
 
 @pytest.mark.parametrize(
-    ("second_moments", "by_algorithm_1", "by_clip"),
+    ("second_moments", "by_algorithm_1", "by_clip", "by_all_tokens"),
     [
-        (((1e-4, 5), (0.1, 5)), 2, 5),
-        (((0.01, 9), (1.0, 1)), 1, 1),
-        (((0.03999, 4),), 0, 0),
-        (((0.0503, 4),), 4, 4),
+        (((1e-4, 5), (0.1, 5)), 2, 5, 2),
+        (((0.01, 9), (1.0, 1)), 1, 1, 1),
+        (((0.03999, 4),), 0, 0, 0),
+        (((0.0503, 4),), 4, 4, 3),
     ],
 )
-def test_10_masked_counts_by_variant(second_moments, by_algorithm_1, by_clip):
-    arrays = row(np.concatenate([spread(v, count) for v, count in second_moments]))
-    assert int((~second_moment_mask(arrays[0], arrays[2], arrays[3], 0.04)).sum()) == by_algorithm_1
-    assert int((~jitted_kept(objectives.get("m2po"), *arrays)).sum()) == by_algorithm_1
-    assert int((~jitted_kept(objectives.get("m2po_clip"), *arrays)).sum()) == by_clip
+def test_10_masked_counts_by_variant(second_moments, by_algorithm_1, by_clip, by_all_tokens):
+    """At tau = 0.04, all in T. Four distinct values below 0.04 have a mean below it, so that all-tokens keeps all four;
+    the 3 in the list is of a rule that compares a rounded sum with tau. The mean there must be strictly below tau.
+    """
+    policy, behavior, advantages, mask = wide_row(np.concatenate([spread(v, count) for v, count in second_moments]))
+    batch = {
+        "policy_logprobs": policy,
+        "behavior_logprobs": behavior,
+        "advantages": advantages,
+        "response_mask": mask,
+        "proximal_logprobs": policy,
+    }
+    assert int((~second_moment_mask(policy, advantages, mask, 0.04)).sum()) == by_algorithm_1
+    expected = {"m2po": by_algorithm_1, "m2po_clip": by_clip, "m2po_all_tokens": by_all_tokens}
+    for name, count in expected.items():
+        kept = objectives.get(name).kept(**batch)
+        assert int((~kept).sum()) == count, name
+        np.testing.assert_array_equal(kept, reference.objective(name, reference.Batch.of(**batch)).kept)
 
 
 def test_10_four_tokens_whose_float32_square_does_not_exceed_the_threshold():
+    """Four equal values at the largest square up to 0.04: both rules with <= keep them, and one float more keeps none.
+
+    All-tokens keeps equal values together, the smallest always; with one smaller value it keeps that alone.
+    """
     log_ratio = np.float32(0.2)
     while log_ratio * log_ratio > np.float32(0.04):
         log_ratio = np.nextafter(log_ratio, np.float32(0))
-    for name in ("m2po", "m2po_clip"):
-        assert jitted_kept(objectives.get(name), *row([log_ratio] * 4)).all()
-        assert not jitted_kept(objectives.get(name), *row([np.nextafter(log_ratio, np.float32(1))] * 4)).any()
+    above = np.nextafter(log_ratio, np.float32(1))
+    for name in ("m2po", "m2po_clip", "m2po_all_tokens"):
+        counts = []
+        for values in ([log_ratio] * 4, [above] * 4, [np.float32(0.1999)] + [above * np.float32(1.1)] * 3):
+            batch = without_measurements(of_log_ratios(values))
+            batch["proximal_logprobs"] = batch["policy_logprobs"]
+            counts.append(int(jitted_outcome(objectives.get(name), batch).kept.sum()))
+        assert counts == [4, 4 if name == "m2po_all_tokens" else 0, 1], name
