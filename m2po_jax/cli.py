@@ -1,5 +1,6 @@
 """The `m2po` command. Exit codes: 0 done, 2 bad input (one line, with the fix), 1 failure, 130 stopped."""
 
+import dataclasses
 import difflib
 import os
 import sys
@@ -105,6 +106,7 @@ def train(arguments: list[str]) -> int:
         description=train.__doc__,
     )
     resumed = reference if reference and catalog.names_run(reference) else None
+    options = dataclasses.replace(options, config=catalog.resolved(options.config))
     return _train(options, options.run or resumed or f"runs/{options.config.name}")
 
 

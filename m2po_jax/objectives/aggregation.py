@@ -68,5 +68,5 @@ def kl_penalty(estimator: Estimator, log_ratio_BT: Array) -> Float[Array, "B T"]
         return log_ratio_BT
     if estimator == "k2":
         return 0.5 * log_ratio_BT**2
-    log_ratio_BT = jnp.maximum(log_ratio_BT, -MAX_EXPONENT)
+    log_ratio_BT = jnp.where(log_ratio_BT > -MAX_EXPONENT, log_ratio_BT, -MAX_EXPONENT)
     return jnp.expm1(-log_ratio_BT) + log_ratio_BT

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float
 from m2po_jax.objectives.aggregation import kl_penalty
 from m2po_jax.objectives.histogram import coarse, fine_histogram, quantiles
 from m2po_jax.objectives.masks import as_float32, second_moment, trust_region
-from m2po_jax.objectives.reductions import Totals, over_columns, row_count, row_max, row_sum
+from m2po_jax.objectives.reductions import Totals, over_columns, row_counts, row_max, row_sum
 from m2po_jax.objectives.tokens import MAX_EXPONENT, Tokens, ratio_minus_one_of, ratio_of
 
 Metrics = dict[str, Float[Array, "..."]]
@@ -99,31 +99,31 @@ def measure(
 
 
 def _totals(c: _Columns) -> Totals:
-    counts, sums = _counts(c), _weight_sums(c)
+    kinds, sums = _kinds(c), _weight_sums(c)
     if c.entropy is not None:
-        more_counts, more_sums = _entropy_totals(c, c.entropy)
-        counts, sums = counts | more_counts, sums | more_sums
+        more_kinds, more_sums = _of_entropy(c, c.entropy)
+        kinds, sums = kinds | more_kinds, sums | more_sums
     if c.reference_log_ratio is not None:
         sums["reference_kl"] = row_sum(kl_penalty("k3", c.reference_log_ratio), c.usable)
     maxima = {
         "log_ratio": row_max(c.log_ratio, c.usable),
         "negative_log_ratio": row_max(-c.log_ratio, c.usable),
     }
-    return Totals(counts, sums, maxima)
+    return Totals(row_counts(kinds), sums, maxima)
 
 
-def _counts(c: _Columns) -> dict[str, Array]:
+def _kinds(c: _Columns) -> dict[str, Array]:
     in_region = trust_region(c.log_ratio, c.advantages)
     high, low = math.log1p(PPO_EPSILON), math.log1p(-PPO_EPSILON)
     clipped = ((c.advantages > 0.0) & (c.log_ratio > high)) | ((c.advantages < 0.0) & (c.log_ratio < low))
     return {
-        "tokens": row_count(c.response_mask),
-        "usable": row_count(c.usable),
-        "kept": row_count(c.kept),
-        "trust_region": row_count(in_region),
-        "trust_region_kept": row_count(in_region & c.kept),
-        "eps_clipped": row_count(c.usable & clipped),
-        "saturated": row_count(c.usable & (jnp.abs(c.log_ratio) >= MAX_EXPONENT)),
+        "tokens": c.response_mask,
+        "usable": c.usable,
+        "kept": c.kept,
+        "trust_region": in_region,
+        "trust_region_kept": in_region & c.kept,
+        "eps_clipped": c.usable & clipped,
+        "saturated": c.usable & (jnp.abs(c.log_ratio) >= MAX_EXPONENT),
     }
 
 
@@ -142,7 +142,7 @@ def _weight_sums(c: _Columns) -> dict[str, Array]:
     }
 
 
-def _entropy_totals(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+def _of_entropy(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict[str, Array]]:
     distance = jnp.abs(ratio_minus_one_of(c.log_ratio))
     distance = jnp.where(
         c.log_ratio < 0.0, jnp.minimum(distance, _BELOW_ONE), distance
@@ -150,17 +150,14 @@ def _entropy_totals(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict
     finite = c.usable & jnp.isfinite(entropy)
     bounds = zip((0.0, *RATIO_EDGES), (*RATIO_EDGES, math.inf), strict=True)
     bins = [finite & (distance >= low) & (distance < high) for low, high in bounds]
-    counts = {
-        "with_entropy_kept": row_count(finite & c.kept),
-        "with_entropy_masked": row_count(finite & ~c.kept),
-        "with_entropy_by_ratio": jnp.stack([row_count(inside) for inside in bins], axis=1),
-    }
+    kinds = {"kept_with_entropy": finite & c.kept, "masked_with_entropy": finite & ~c.kept}
+    kinds |= {f"ratio_bin_{i}": inside for i, inside in enumerate(bins)}
     sums = {
         "entropy_kept": row_sum(entropy, finite & c.kept),
         "entropy_masked": row_sum(entropy, finite & ~c.kept),
         "entropy_by_ratio": jnp.stack([row_sum(entropy, inside) for inside in bins], axis=1),
     }
-    return counts, sums
+    return kinds, sums
 
 
 def _of_distribution(c: _Columns, staleness: Array | np.ndarray | None) -> Metrics:
@@ -231,13 +228,14 @@ def _finished(totals: Totals) -> Metrics:
 
 
 def _finished_entropy(s: dict[str, Array]) -> Metrics:
-    kept, masked = s["with_entropy_kept"], s["with_entropy_masked"]
+    kept, masked = s["kept_with_entropy"], s["masked_with_entropy"]
+    tokens = jnp.stack([s[f"ratio_bin_{i}"] for i in range(len(RATIO_EDGES) + 1)])
     return {
         "entropy_mean": _divide(s["entropy_kept"] + s["entropy_masked"], kept + masked),
         "entropy_kept": _divide(s["entropy_kept"], kept),
         "entropy_masked": _divide(s["entropy_masked"], masked),
-        "entropy_by_ratio": _divide(s["entropy_by_ratio"], s["with_entropy_by_ratio"]),
-        "tokens_by_ratio": s["with_entropy_by_ratio"],
+        "entropy_by_ratio": _divide(s["entropy_by_ratio"], tokens),
+        "tokens_by_ratio": tokens,
     }
 
 

@@ -5,6 +5,7 @@ lies in cache. Blocks are of columns and what is carried from block to block is 
 shards, so devices exchange nothing until the rows are added up at the end.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +16,7 @@ from jaxtyping import Array
 
 _BLOCK_TOKENS = 2**16
 _BLOCK_COLUMNS = (32, 128)
-"""Fewest and most columns in a block."""
+"""Fewest and most columns in a block; `row_counts` needs fewer than 2^8."""
 
 Columns = TypeVar("Columns")
 
@@ -55,9 +56,19 @@ def over_columns(reduce: Callable[[Columns], Totals], columns: Columns) -> Total
     )
 
 
-def row_count(where_BT: Array) -> Array:
-    """How many are True in each row, float32 (B,)."""
-    return jnp.sum(jnp.where(where_BT, 1.0, 0.0), axis=1)
+def row_counts(where: dict[str, Array]) -> dict[str, Array]:
+    """How many are True in each row, by name, float32 (B,).
+
+    Three are counted by one sum, with the weights 1, 2^8 and 2^16: a row of a block has fewer than 2^8 tokens.
+    """
+    names = list(where)
+    found: dict[str, Array] = {}
+    for i in range(0, len(names), 3):
+        three = names[i : i + 3]
+        weighted = [jnp.where(where[name], 2.0 ** (8 * j), 0.0) for j, name in enumerate(three)]
+        packed = jnp.sum(functools.reduce(jnp.add, weighted), axis=1).astype(jnp.int32)
+        found |= {name: ((packed >> (8 * j)) & 255).astype(jnp.float32) for j, name in enumerate(three)}
+    return found
 
 
 def row_sum(x_BT: Array, where_BT: Array) -> Array:

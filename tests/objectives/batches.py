@@ -104,31 +104,35 @@ def full_batch(seed, shape=SHAPE, spread=0.3, wide=False):
     }
 
 
-def of_log_ratios(log_ratio, advantage=1.0, dtype=np.float32):
-    """One response in SHAPE with those log-ratios to one older policy, which is proximal and reference policy too."""
-    policy, mask = np.zeros(SHAPE, np.float32), np.zeros(SHAPE, bool)
-    policy[0, : len(log_ratio)] = log_ratio
-    mask[0, : len(log_ratio)] = True
-    older = np.zeros(SHAPE, np.float32).astype(dtype)
+def of_log_ratios(*responses, advantage=1.0, dtype=np.float32, shape=SHAPE):
+    """Responses with those log-ratios to one older policy, which is proximal and reference policy too."""
+    policy, mask = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    for i, log_ratio in enumerate(responses):
+        policy[i, : len(log_ratio)] = log_ratio
+        mask[i, : len(log_ratio)] = True
+    older = np.zeros(shape, np.float32).astype(dtype)
     return {
         "policy_logprobs": policy.astype(dtype),
         "behavior_logprobs": older,
-        "advantages": np.full((SHAPE[0], 1), advantage, np.float32),
+        "advantages": np.full((shape[0], 1), advantage, np.float32),
         "response_mask": mask,
         "proximal_logprobs": older,
         "reference_logprobs": older,
-        "finish_reason": np.zeros(SHAPE[0], np.int32),
-        "entropy": np.ones(SHAPE, np.float32),
-        "staleness": np.zeros(SHAPE[0], np.int32),
+        "finish_reason": np.zeros(shape[0], np.int32),
+        "entropy": np.ones(shape, np.float32),
+        "staleness": np.zeros(shape[0], np.int32),
     }
 
 
 class Outcome(NamedTuple):
-    """What an objective makes of a batch; the gradient is that by the policy log-probs."""
+    """What an objective makes of a batch."""
 
     loss: jax.Array
     gradient: jax.Array
+    """By the policy log-probs."""
     kept: jax.Array
+    by_others: dict[str, jax.Array]
+    """Gradients by what is constant: the other log-probs and the advantages."""
 
 
 def without_measurements(batch):
@@ -136,15 +140,18 @@ def without_measurements(batch):
     return {name: x for name, x in batch.items() if name not in ("entropy", "staleness")}
 
 
-def outcome(objective, batch):
-    """Loss, gradient and kept tokens from the pieces of an objective, its metrics left out."""
+def outcome(objective, batch, statistics=None, counts=None):
+    """Loss, gradient and kept tokens of a batch, or of a part of one with its statistics and counts; no metrics."""
 
-    def loss_of(policy):
-        tokens = prepare(**(without_measurements(batch) | {"policy_logprobs": policy}))
-        return objective.partial_loss(tokens, objective.statistics(tokens), counts_of(tokens))
+    def loss_of(chosen):
+        tokens = prepare(**(without_measurements(batch) | chosen))
+        if counts is None:
+            return objective.partial_loss(tokens, objective.statistics(tokens), counts_of(tokens))
+        return objective.partial_loss(tokens, statistics, counts)
 
-    (loss, kept), gradient = jax.value_and_grad(loss_of, has_aux=True)(batch["policy_logprobs"])
-    return Outcome(loss, gradient, kept)
+    chosen = {key: batch[key] for key in (*LOGPROBS, "advantages") if key in batch}
+    (loss, kept), gradients = jax.value_and_grad(loss_of, has_aux=True)(chosen)
+    return Outcome(loss, gradients.pop("policy_logprobs"), kept, gradients)
 
 
 jitted_outcome = jax.jit(outcome, static_argnums=0)

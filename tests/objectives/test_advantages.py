@@ -1,4 +1,4 @@
-"""Group advantages against the reference and by hand."""
+"""Group advantages against the reference and by hand, and the penalty of long responses."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from m2po_jax.objectives import group_advantages
+from m2po_jax.objectives import group_advantages, overlong_penalty
 from tests.objectives import reference
 
 COUNT = 12
@@ -81,3 +81,35 @@ def test_wrong_values_are_refused_by_name(arguments, words):
 def test_wrong_shapes_and_dtypes_are_refused(rewards, group_ids):
     with pytest.raises(TypeError, match="group_advantages"):
         group_advantages(rewards, group_ids=group_ids)
+
+
+def test_overlong_penalty_by_hand():
+    """At most 10 tokens, a cache of 4: nothing up to 6, then a quarter a token, -1 from 10 on."""
+    lengths = np.asarray([0, 5, 6, 7, 8, 9, 10, 11, 100])
+    penalties = overlong_penalty(lengths, 10, 4)
+    np.testing.assert_array_equal(penalties, [0.0, 0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0])
+    assert penalties.dtype == jnp.float32
+    np.testing.assert_array_equal(overlong_penalty(lengths.astype(np.float32), 10, 4), penalties)
+    jitted_penalty = jax.jit(overlong_penalty, static_argnums=(1, 2))
+    np.testing.assert_array_equal(jitted_penalty(lengths, 10, 4), penalties)
+
+
+def test_overlong_penalty_of_a_cache_of_one_is_a_step():
+    np.testing.assert_array_equal(overlong_penalty(np.asarray([8, 9, 10, 11]), 10, 1), [0.0, 0.0, -1.0, -1.0])
+
+
+def test_overlong_penalty_refuses_other_shapes():
+    with pytest.raises(TypeError, match="overlong_penalty"):
+        overlong_penalty(np.zeros((2, 2)), 10, 4)
+
+
+def test_groups_do_not_see_each_other():
+    rewards = jnp.asarray([1.0, 0.0, 5.0, 7.0])
+    alone = group_advantages(rewards[:2], group_size=2)
+    np.testing.assert_array_equal(group_advantages(rewards, group_size=2)[:2], alone)
+    np.testing.assert_array_equal(group_advantages(rewards, group_ids=jnp.asarray([9, 9, -1, -1]))[:2], alone)
+
+
+def test_an_empty_batch_has_no_advantages():
+    assert group_advantages(np.zeros(0, np.float32), group_size=4).shape == (0,)
+    assert group_advantages(np.zeros(0, np.float32), group_ids=np.zeros(0, np.int32)).shape == (0,)

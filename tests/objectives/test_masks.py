@@ -1,4 +1,4 @@
-"""The second-moment mask and the winsorised cut against the literal loops, exactly."""
+"""The second-moment mask against the literal loop, exactly."""
 
 from fractions import Fraction
 
@@ -6,17 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
 from m2po_jax.objectives import second_moment_mask
-from m2po_jax.objectives.cutoffs import clip_cutoff, mask_cutoff
-from m2po_jax.objectives.masks import second_moment, trust_region
+from m2po_jax.objectives.masks import trust_region
 from tests.objectives import batches, reference
 
 jitted_mask = jax.jit(second_moment_mask)
-jitted_clip_cutoff = jax.jit(clip_cutoff)
 inputs = st.tuples(batches.log_ratios(), batches.advantages(), batches.masks(), batches.thresholds())
 
 
@@ -30,34 +28,20 @@ def column(*log_ratios):
     return log_ratio, jnp.sign(log_ratio), jnp.ones(log_ratio.shape, bool)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(inputs)
 def test_mask_is_algorithm_1(case):
     log_ratio, advantages, mask, threshold = case
     batch = reference_batch(log_ratio, advantages, mask)
-    assume(not reference.nearly_undecided(batch, threshold))
     kept = jitted_mask(log_ratio, advantages, mask, threshold)
     np.testing.assert_array_equal(kept, reference.algorithm_1(batch, threshold))
 
 
-@settings(max_examples=200, deadline=None)
-@given(inputs)
-def test_clip_cutoff_is_the_winsorised_cap(case):
-    log_ratio, advantages, mask, threshold = case
-    batch = reference_batch(log_ratio, advantages, mask)
-    assume(not reference.nearly_undecided(batch, threshold))
-    region = np.asarray(trust_region(jnp.asarray(log_ratio), jnp.asarray(advantages))) & mask
-    cutoff = jitted_clip_cutoff(second_moment(jnp.asarray(log_ratio)), jnp.asarray(region), threshold)
-    values = [reference.second_moment(batch.log_ratio[token]) for token in reference.trust_region(batch)]
-    assert float(cutoff) == reference.winsorised_cap(values, threshold)
-
-
 @pytest.mark.parametrize(("shape", "seeds"), [((8, 16), 10), ((24, 16), 1)])
-def test_no_random_batch_comes_near_the_rounding_bound(shape, seeds):
+def test_random_batches(shape, seeds):
     for seed in range(seeds):
         policy, behavior, advantages, mask = batches.normal_batch(seed, shape)
         batch = reference.Batch.of(policy, behavior, advantages, mask)
-        assert not reference.nearly_undecided(batch, 0.04)
         kept = jitted_mask(policy - behavior, advantages, mask, 0.04)
         np.testing.assert_array_equal(kept, reference.algorithm_1(batch, 0.04))
 
@@ -83,12 +67,11 @@ def test_the_exact_sum_decides_where_a_float32_sum_would_not(seed):
         assert int((~jitted_mask(log_ratio, advantages, mask, 0.04)).sum()) == masked
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(inputs)
 def test_what_is_kept_is_within_the_threshold_and_maximal(case):
     log_ratio, advantages, mask, threshold = case
     batch = reference_batch(log_ratio, advantages, mask)
-    assume(not reference.nearly_undecided(batch, threshold))
     kept = np.asarray(jitted_mask(log_ratio, advantages, mask, threshold))
     values = {token: reference.second_moment(batch.log_ratio[token]) for token in reference.trust_region(batch)}
     within = [values[token] for token in values if kept[token]]
@@ -101,7 +84,7 @@ def test_what_is_kept_is_within_the_threshold_and_maximal(case):
         assert min(dropped) > threshold
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(inputs)
 def test_tokens_outside_the_trust_region_are_never_masked(case):
     log_ratio, advantages, mask, threshold = case
@@ -111,12 +94,11 @@ def test_tokens_outside_the_trust_region_are_never_masked(case):
     assert not kept[~mask].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(inputs, st.permutations(range(batches.SHAPE[0])), st.permutations(range(batches.SHAPE[1])))
 def test_the_order_of_responses_and_tokens_does_not_matter(case, rows, columns):
     log_ratio, advantages, mask, threshold = case
     wide = np.broadcast_to(advantages, mask.shape)
-    assume(not reference.nearly_undecided(reference_batch(log_ratio, advantages, mask), threshold))
     kept = np.asarray(jitted_mask(log_ratio, wide, mask, threshold))
     moved = [x[rows][:, columns] for x in (log_ratio, wide, mask)]
     np.testing.assert_array_equal(jitted_mask(*moved, threshold), kept[rows][:, columns])
@@ -252,11 +234,3 @@ def test_wrong_shapes_and_dtypes_are_refused_by_name(argument, value):
     with pytest.raises(TypeCheckError, match="log_ratio|advantages|response_mask") as error:
         jax.eval_shape(lambda: second_moment_mask(**(arguments | {argument: value}), threshold=0.04))
     assert str(list(value.shape)).replace(" ", "") in str(error.value)
-
-
-def test_mask_cutoff_is_the_largest_kept_second_moment_or_infinite():
-    log_ratio, _, mask = column(0.1, 0.3, 0.2)
-    v = second_moment(log_ratio)
-    cutoff = float(mask_cutoff(v, mask, jnp.float32(0.03)))
-    assert float(v[2, 0]) <= cutoff < float(v[1, 0])
-    assert float(mask_cutoff(v, mask, jnp.float32(0.05))) == float("inf")

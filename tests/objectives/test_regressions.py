@@ -13,7 +13,7 @@ from m2po_jax.objectives import group_advantages, second_moment_mask
 from m2po_jax.objectives.tokens import counts_of, prepare
 from tests.objectives import batches, reference
 from tests.objectives.batches import full_batch, jitted_outcome, metrics_of, of_log_ratios, without_measurements
-from tests.objectives.test_losses import agree, every_objective
+from tests.objectives.test_losses import SETTINGS, agree, every_objective
 
 
 def results(objective, batch):
@@ -31,7 +31,7 @@ def test_1_huge_log_ratios_are_finite_and_a_masked_one_has_no_gradient(name):
     """Mask before exp: +-200 on a masked and on an unmasked token; also from the clamp at 20 up to 1e4."""
     for size in (20.0, -20.0, 200.0, -200.0, 1e4, -1e4):
         for advantage in (1.0, -1.0):
-            batch = of_log_ratios([0.1, size, size, -0.1], advantage)
+            batch = of_log_ratios([0.1, size, size, -0.1], advantage=advantage)
             batch["response_mask"][0, 1] = False
             outcome, metrics = results(objectives.get(name), batch)
             assert all_finite(outcome, metrics)
@@ -69,12 +69,6 @@ def test_4_a_missing_log_prob_is_neutral_masked_and_counted(name):
             assert counted == expected and float(metrics["tokens"]) == batch["response_mask"].sum()
 
 
-def wide_row(log_ratio):
-    """One response of any width: policy, behaviour, advantages, mask."""
-    log_ratio = np.asarray([log_ratio], np.float32)
-    return log_ratio, np.zeros_like(log_ratio), np.ones((1, 1), np.float32), np.ones(log_ratio.shape, bool)
-
-
 @pytest.mark.parametrize(
     ("name", "hyperparameters", "ratio"),
     [
@@ -89,15 +83,9 @@ def test_5_many_small_log_ratios_read_as_ratios_of_their_kind(name, hyperparamet
 
     The product weighs responses with A < 0, and the gradient of each of 300 tokens is the ratio / 300.
     """
-    policy, behavior, advantages, mask = wide_row([0.005] * 300)
     sign = -1.0 if name == "topr" else 1.0
-    batch = {
-        "policy_logprobs": policy,
-        "behavior_logprobs": behavior,
-        "advantages": sign * advantages,
-        "response_mask": mask,
-    }
-    outcome = jitted_outcome(objectives.get(name, **hyperparameters), batch)
+    batch = of_log_ratios([0.005] * 300, advantage=sign, shape=(1, 300))
+    outcome = jitted_outcome(objectives.get(name, **hyperparameters), without_measurements(batch))
     np.testing.assert_allclose(outcome.gradient, np.full((1, 300), -sign * ratio / 300), rtol=1e-3)
     if name == "grpo_no_tr":
         metrics = metrics_of(batch, outcome.kept, outcome.loss)
@@ -152,65 +140,75 @@ def statistics_and_counts(objective, batch):
     return objective.statistics(tokens), counts_of(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def partial_outcome(objective, batch, statistics, counts):
-    def share(policy):
-        return objective.partial_loss(prepare(**(batch | {"policy_logprobs": policy})), statistics, counts)
+def in_micro_batches(objective, whole, sizes, place):
+    """The outcome of a batch of ROWS from one of each micro-batch; `place` puts arrays on devices."""
+    shared = statistics_and_counts(objective, place(whole))
+    parts = []
+    for size, end in zip(sizes, np.cumsum(sizes), strict=True):
+        part = jitted_outcome(objective, place(piece(whole, end - size, end)), *shared)
+        assert part.gradient.sharding == place(whole["policy_logprobs"]).sharding
+        parts.append((part, size))
+    missing = np.zeros((ROWS - sum(sizes), whole["policy_logprobs"].shape[1]))
+    gradient, kept = (
+        np.concatenate([*(part[field][:size] for part, size in parts), missing.astype(parts[0][0][field].dtype)])
+        for field in (1, 2)
+    )
+    by_others = {str(i): part.by_others for i, (part, _) in enumerate(parts)}
+    return batches.Outcome(sum(float(part.loss) for part, _ in parts), gradient, kept, by_others)
 
-    (loss, kept), gradient = jax.value_and_grad(share, has_aux=True)(batch["policy_logprobs"])
-    return batches.Outcome(loss, gradient, kept)
+
+def placement(shards):
+    """Rows over that many devices."""
+    mesh = jax.make_mesh((shards,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
+    return functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("data")))
 
 
 @every_objective
 @pytest.mark.parametrize(
-    ("shards", "aggregation"), [(1, "token_mean"), (2, "sequence_mean"), (4, "constant_sum")], ids=str
+    ("shards", "changed"),
+    [
+        (1, {"aggregation": "token_mean"}),
+        (2, {"aggregation": "sequence_mean", "kl_coefficient": 0.1}),
+        (4, {"aggregation": "constant_sum", "length_constant": 3.0}),
+    ],
+    ids=("1", "2", "4"),
 )
-def test_6_micro_batches_on_shards_give_the_gradient_of_the_whole(name, shards, aggregation):
-    changed = {"aggregation": aggregation, "kl_coefficient": 0.1}
-    if name == "m2po_all_tokens" and aggregation == "token_mean":
-        changed |= {"denominator": "kept", "kl_coefficient": 0.0}
-    objective, whole = objectives.get(name, **changed), ragged_batch()
-    mesh = jax.make_mesh((shards,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:shards])
-    place = functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec("data")))
-    shared = statistics_and_counts(objective, place(whole))
+def test_6_micro_batches_on_shards_give_the_gradient_of_the_whole(name, shards, changed):
+    whole = ragged_batch()
     for sizes in SPLITS:
-        ends = np.cumsum(sizes)
-        parts = [
-            partial_outcome(objective, place(piece(whole, end - size, end)), *shared)
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-        assert len(parts[0].gradient.sharding.device_set) == shards
-        own = [jax.tree.map(lambda x, size=size: x[:size], part[1:]) for part, size in zip(parts, sizes, strict=True)]
-        gradient, kept = (np.concatenate([*x, np.zeros_like(x[0], shape=(2, 6))]) for x in zip(*own, strict=True))
-        together = batches.Outcome(sum(float(part.loss) for part in parts), gradient, kept)
+        together = in_micro_batches(objectives.get(name, **changed), whole, sizes, placement(shards))
         agree(together, name, reference.Batch.of(**whole), **changed)
+
+
+def test_6_micro_batches_share_one_count_of_kept_tokens():
+    """AReaL's denominator counts the kept tokens of all micro-batches."""
+    changed, whole = {"denominator": "kept"}, ragged_batch()
+    batch = reference.Batch.of(**whole)
+    assert 0 < reference.all_tokens_mask(batch, 0.04).sum() < batch.usable.sum()
+    for sizes in SPLITS:
+        together = in_micro_batches(objectives.get("m2po_all_tokens", **changed), whole, sizes, placement(1))
+        agree(together, "m2po_all_tokens", batch, **changed)
 
 
 @pytest.mark.parametrize("name", (*MASKING, "gmpo"))
 def test_7_masked_tokens_stay_in_the_denominator(name):
     """3 of 5 tokens go at a ratio of 6; the other two, at 0.9, are divided by 5, in micro-batches too."""
-    batch = without_measurements(of_log_ratios([np.log(6.0)] * 3))
-    batch["policy_logprobs"][1, :2], batch["response_mask"][1, :2] = np.log(0.9), True
+    batch = without_measurements(of_log_ratios([np.log(6.0)] * 3, [np.log(0.9)] * 2, shape=(ROWS, 6)))
     if name in ("m2po_all_tokens", "icepop"):
         batch["proximal_logprobs"] = batch["policy_logprobs"]
-    objective = objectives.get(name, aggregation="token_mean")
-    expected = np.zeros(batches.SHAPE)
+    expected = np.zeros((ROWS, 6))
     expected[1, :2] = -0.9 / 5
-    whole = jitted_outcome(objective, batch)
-    np.testing.assert_allclose(whole.gradient, expected, rtol=1e-5)
-    np.testing.assert_array_equal(whole.kept, expected != 0.0)
-    assert float(metrics_of(batch, whole.kept, whole.loss)["masked_frac"]) == pytest.approx(0.6)
-
-    shared = statistics_and_counts(objective, batch)
-    rows = [batch | {"response_mask": batch["response_mask"] & (np.arange(4) == i)[:, None]} for i in range(2)]
-    parts = [partial_outcome(objective, row, *shared) for row in rows]
-    np.testing.assert_allclose(parts[0].gradient + parts[1].gradient, expected, rtol=1e-5)
-    assert float(parts[0].loss + parts[1].loss) == pytest.approx(float(whole.loss), rel=1e-5)
+    for sizes in ((2,), (1, 1)):
+        outcome = in_micro_batches(objectives.get(name, aggregation="token_mean"), batch, sizes, placement(1))
+        np.testing.assert_allclose(outcome.gradient, expected, rtol=1e-5)
+        np.testing.assert_array_equal(outcome.kept, expected != 0.0)
+    batch |= {"entropy": np.zeros((ROWS, 6), np.float32)}
+    assert float(metrics_of(batch, outcome.kept, np.float32(0.0))["masked_frac"]) == pytest.approx(0.6)
 
 
 @every_objective
 def test_7_tokens_without_a_log_prob_stay_in_the_denominator(name):
-    """On policy, 3 of 5 tokens missing: a gradient of -1/5 for the other two, of |o| = 5 in every mean of a response."""
+    """On policy, 3 of 5 tokens missing: a gradient of -1/5 for the other two; |o| is 5 in the mean of a response."""
     batch = without_measurements(of_log_ratios([0.0, np.nan, np.nan, 0.0, np.nan]))
     outcome = jitted_outcome(objectives.get(name, aggregation="token_mean"), batch)
     share = 0.4 if name in ("gspo", "gmpo") else 1.0  # two tokens carry their fifth of the mean of five
@@ -228,12 +226,12 @@ def test_7_the_option_of_counting_kept_tokens():
 
 def test_8_moments_are_summed_before_the_division():
     """Weights [1, 1] and [2, 2]: each half has a normalised effective sample size of 1, the whole one of 0.9."""
-    batch = of_log_ratios([0.0, 0.0])
-    batch["policy_logprobs"][1, :2], batch["response_mask"][1, :2] = np.log(2.0), True
-    for row in range(2):
-        half = batch | {"response_mask": batch["response_mask"] & (np.arange(4) == row)[:, None]}
-        assert float(metrics_of(half, half["response_mask"], jnp.float32(0))["ess"]) == pytest.approx(1.0)
-    whole = metrics_of(batch, batch["response_mask"], jnp.float32(0))
+    halves = [0.0, 0.0], [np.log(2.0)] * 2
+    for half in halves:
+        batch = of_log_ratios(half)
+        assert float(metrics_of(batch, batch["response_mask"], np.float32(0.0))["ess"]) == pytest.approx(1.0)
+    batch = of_log_ratios(*halves)
+    whole = metrics_of(batch, batch["response_mask"], np.float32(0.0))
     assert float(whole["ess"]) == pytest.approx(0.9)
     assert float(whole["chi2"]) == pytest.approx(0.5)
     assert float(whole["m2_all"]) == pytest.approx(np.log(2.0) ** 2 / 2)
@@ -249,11 +247,13 @@ def test_9_a_group_with_equal_rewards_gives_no_gradient_but_that_of_the_penalty(
     assert not np.any(outcome.gradient[:2]) and np.any(outcome.gradient[2:]) and all_finite(outcome, metrics)
     assert float(metrics["no_signal_frac"]) == 0.5
 
-    coefficient = {"kl_coefficient": 0.5, "kl_estimator": "k2"}
-    penalised = jitted_outcome(objectives.get(name, **coefficient), without_measurements(batch))
-    wide = reference.Batch.of(**without_measurements(batch))
-    weights = reference.token_weights(reference.settings(name), wide)[:, None]
-    np.testing.assert_allclose(penalised.gradient[:2], (0.5 * weights * wide.reference_log_ratio)[:2], rtol=1e-5)
+    changed = SETTINGS[name][2]
+    penalised = jitted_outcome(objectives.get(name, **changed), without_measurements(batch))
+    wide, setting = reference.Batch.of(**without_measurements(batch)), reference.settings(name, **changed)
+    weights = reference.token_weights(setting, wide)
+    for i, t in np.ndindex(2, batches.SHAPE[1]):
+        slope = reference.penalty(setting.kl_estimator, wide.reference_log_ratio[i, t])[1] * wide.usable[i, t]
+        np.testing.assert_allclose(penalised.gradient[i, t], 0.1 * weights[i] * slope, rtol=1e-5)
 
 
 def spread(second_moment, count):
@@ -274,19 +274,16 @@ def test_10_masked_counts_by_variant(second_moments, by_algorithm_1, by_clip, by
     """At tau = 0.04, all in T. Four distinct values below 0.04 have a mean below it, so that all-tokens keeps all four;
     the 3 in the list is of a rule that compares a rounded sum with tau. The mean there must be strictly below tau.
     """
-    policy, behavior, advantages, mask = wide_row(np.concatenate([spread(v, count) for v, count in second_moments]))
-    batch = {
-        "policy_logprobs": policy,
-        "behavior_logprobs": behavior,
-        "advantages": advantages,
-        "response_mask": mask,
-        "proximal_logprobs": policy,
-    }
-    assert int((~second_moment_mask(policy, advantages, mask, 0.04)).sum()) == by_algorithm_1
+    log_ratios = np.concatenate([spread(v, count) for v, count in second_moments])
+    batch = without_measurements(of_log_ratios(log_ratios[:5], log_ratios[5:]))
+    mask = batch["response_mask"]
+    batch["proximal_logprobs"] = batch["policy_logprobs"]
+    kept = second_moment_mask(batch["policy_logprobs"], batch["advantages"], mask, 0.04)
+    assert int(mask.sum() - kept.sum()) == by_algorithm_1
     expected = {"m2po": by_algorithm_1, "m2po_clip": by_clip, "m2po_all_tokens": by_all_tokens}
     for name, count in expected.items():
-        kept = objectives.get(name).kept(**batch)
-        assert int((~kept).sum()) == count, name
+        kept = jitted_outcome(objectives.get(name), batch).kept
+        assert int(mask.sum() - kept.sum()) == count, name
         np.testing.assert_array_equal(kept, reference.objective(name, reference.Batch.of(**batch)).kept)
 
 
