@@ -144,9 +144,8 @@ def _weight_sums(c: _Columns) -> dict[str, Array]:
 
 def _of_entropy(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict[str, Array]]:
     distance = jnp.abs(ratio_minus_one_of(c.log_ratio))
-    distance = jnp.where(
-        c.log_ratio < 0.0, jnp.minimum(distance, _BELOW_ONE), distance
-    )  # 1 is reached by rounding alone
+    # Below r = 1 the distance is below 1, and reaches it by rounding alone.
+    distance = jnp.where(c.log_ratio < 0.0, jnp.minimum(distance, _BELOW_ONE), distance)
     finite = c.usable & jnp.isfinite(entropy)
     bounds = zip((0.0, *RATIO_EDGES), (*RATIO_EDGES, math.inf), strict=True)
     bins = [finite & (distance >= low) & (distance < high) for low, high in bounds]

@@ -45,8 +45,10 @@ def test_by_hand():
 
 @pytest.mark.parametrize("value", [0.1, 1.0, 1 / 3])
 def test_equal_rewards_give_exactly_zero(value):
-    for size in (1, 3, 7):
-        assert not np.any(group_advantages(jnp.full((size,), value), group_size=size))
+    for group_size in (1, 3, 12):
+        for normalize in ("std", "none"):
+            rewards = np.full(COUNT, value, np.float32)
+            assert not np.any(jitted(rewards, group_size=group_size, normalize=normalize))
 
 
 def test_integer_rewards_are_taken():

@@ -23,11 +23,15 @@ def histogram_and_quantiles(values, advantages, where, ages):
     return coarse(fine), quantiles(fine, PER_MILLE)
 
 
+WIDTH = 2000
+
+
 def of_row(values):
-    """Histogram (31,) of values with positive advantages, and their quantiles."""
-    values = np.asarray([values], np.float32)
-    one, no_age = np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32)
-    by_age, levels = histogram_and_quantiles(values, one, np.ones(values.shape, bool), no_age)
+    """Histogram (31,) of values with positive advantages, and their quantiles; among others that do not count."""
+    padded = np.full((1, WIDTH), 7.0, np.float32)
+    padded[0, : len(values)] = values
+    where = np.arange(WIDTH)[None, :] < len(values)
+    by_age, levels = histogram_and_quantiles(padded, np.ones((1, 1), np.float32), where, np.zeros((1, 1), np.int32))
     assert by_age.dtype == jnp.int32 and by_age.shape == (3, 3, 31) and levels.dtype == jnp.float32
     assert not np.any(by_age[1:]) and not np.any(by_age[0, :2])
     return np.asarray(by_age[0, 2]), np.asarray(levels)
@@ -110,9 +114,7 @@ def test_a_cut_value_is_within_a_hundredth_of_the_value():
 
 
 def test_nothing_counts_as_zeros():
-    values = np.ones((1, 4), np.float32)
-    no_age = np.zeros((1, 1), np.int32)
-    counted, levels = histogram_and_quantiles(values, values, np.zeros((1, 4), bool), no_age)
+    counted, levels = of_row([])
     assert not np.any(counted) and np.isfinite(levels).all()
 
 

@@ -87,10 +87,6 @@ def test_5_many_small_log_ratios_read_as_ratios_of_their_kind(name, hyperparamet
     batch = of_log_ratios([0.005] * 300, advantage=sign, shape=(1, 300))
     outcome = jitted_outcome(objectives.get(name, **hyperparameters), without_measurements(batch))
     np.testing.assert_allclose(outcome.gradient, np.full((1, 300), -sign * ratio / 300), rtol=1e-3)
-    if name == "grpo_no_tr":
-        metrics = metrics_of(batch, outcome.kept, outcome.loss)
-        assert float(metrics["ratio_max"]) == pytest.approx(1.005, abs=1e-4)
-        assert float(jnp.exp(-300 * metrics["k1"])) == pytest.approx(4.48, abs=0.01)
 
 
 MASKING = ("m2po", "m2po_clip", "m2po_all_tokens", "grpo", "gspo", "dapo", "dr_grpo", "decoupled_ppo", "tis", "icepop")
@@ -134,18 +130,17 @@ def piece(batch, start, stop):
     return {key: np.concatenate([x[start:stop], np.zeros_like(x)[: ROWS - stop + start]]) for key, x in batch.items()}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def statistics_and_counts(objective, batch):
-    tokens = prepare(**batch)
-    return objective.statistics(tokens), counts_of(tokens)
+jitted_counts = jax.jit(lambda batch: counts_of(prepare(**batch)))
+jitted_statistics = jax.jit(lambda objective, batch: objective.statistics(prepare(**batch)), static_argnums=0)
 
 
 def in_micro_batches(objective, whole, sizes, place):
     """The outcome of a batch of ROWS from one of each micro-batch; `place` puts arrays on devices."""
-    shared = statistics_and_counts(objective, place(whole))
+    statistics = jitted_statistics(objective, place(whole)) if objective.needs_whole_batch else ()
+    counts = jitted_counts(place(whole))
     parts = []
     for size, end in zip(sizes, np.cumsum(sizes), strict=True):
-        part = jitted_outcome(objective, place(piece(whole, end - size, end)), *shared)
+        part = jitted_outcome(objective, place(piece(whole, end - size, end)), statistics, counts)
         assert part.gradient.sharding == place(whole["policy_logprobs"]).sharding
         parts.append((part, size))
     missing = np.zeros((ROWS - sum(sizes), whole["policy_logprobs"].shape[1]))
@@ -153,7 +148,7 @@ def in_micro_batches(objective, whole, sizes, place):
         np.concatenate([*(part[field][:size] for part, size in parts), missing.astype(parts[0][0][field].dtype)])
         for field in (1, 2)
     )
-    by_others = {str(i): part.by_others for i, (part, _) in enumerate(parts)}
+    by_others = [part.by_others for part, _ in parts]
     return batches.Outcome(sum(float(part.loss) for part, _ in parts), gradient, kept, by_others)
 
 
@@ -202,8 +197,6 @@ def test_7_masked_tokens_stay_in_the_denominator(name):
         outcome = in_micro_batches(objectives.get(name, aggregation="token_mean"), batch, sizes, placement(1))
         np.testing.assert_allclose(outcome.gradient, expected, rtol=1e-5)
         np.testing.assert_array_equal(outcome.kept, expected != 0.0)
-    batch |= {"entropy": np.zeros((ROWS, 6), np.float32)}
-    assert float(metrics_of(batch, outcome.kept, np.float32(0.0))["masked_frac"]) == pytest.approx(0.6)
 
 
 @every_objective
