@@ -55,7 +55,10 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Qwen3 shape. The defaults are tiny; the paper's models are larger numbers."""
+    """A decoder of the Llama, Qwen2 or Qwen3 shape; `models.huggingface` reads the published ones' numbers.
+
+    The defaults are a tiny Qwen3. Llama: neither `qk_norm` nor `qkv_bias`; Qwen2 and Qwen2.5: `qkv_bias` alone.
+    """
 
     width: int = 64
     """Model width D."""
@@ -69,23 +72,55 @@ class ModelConfig:
     """Width of one head; even, for rotary embedding."""
     mlp_width: int = 128
     """Feed-forward width F of the SwiGLU block."""
+    vocab_size: int | None = None
+    """Rows V of the embedding, often more than the tokenizer has ids; None: as many as the tokenizer has."""
+    max_positions: int | None = None
+    """Longest sequence in tokens, prompt and response together; None: unlimited."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_factor: float | None = None
+    """Llama 3's scaling divides low rotary frequencies by this; None: no scaling, and the next three do nothing."""
+    rope_low_factor: float = 1.0
+    """Frequencies of fewer turns than this over rope_original_positions are divided by the whole rope_factor."""
+    rope_high_factor: float = 4.0
+    """Frequencies of more turns than this over rope_original_positions are kept; those between are blended."""
+    rope_original_positions: int = 8192
+    """Context, in tokens, that the model was first trained on."""
+    qk_norm: bool = True
+    """RMSNorm on each query and key head, as in Qwen3."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections, as in Qwen2."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = True
     """Use the embedding matrix as output projection too."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix multiplications; softmax, norms and logits are float32 always."""
+    remat: Literal["none", "dots", "full"] = "none"
+    """What a block computes again in the backward pass to save memory: nothing, all but products with weights, all."""
 
     def __post_init__(self):
-        for name in ("width", "layers", "query_heads", "kv_heads", "head_dim", "mlp_width"):
+        for name in ("width", "layers", "query_heads", "kv_heads", "head_dim", "mlp_width", "rope_original_positions"):
             _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}: use 1 or more")
+        for name in ("vocab_size", "max_positions"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"model.{name} is {value}: use 1 or more, or None")
         _require(
             self.query_heads % self.kv_heads == 0,
             f"model.kv_heads {self.kv_heads} does not divide model.query_heads {self.query_heads}",
         )
         _require(self.head_dim % 2 == 0, f"model.head_dim is {self.head_dim}: rotary embedding needs an even number")
+        for name in ("rope_theta", "norm_eps", "rope_low_factor"):
+            _require(getattr(self, name) > 0.0, f"model.{name} is {getattr(self, name)}: use a positive number")
+        _require(
+            self.rope_factor is None or self.rope_factor >= 1.0,
+            f"model.rope_factor is {self.rope_factor}: use 1 or more, or None",
+        )
+        _require(
+            self.rope_high_factor > self.rope_low_factor,
+            f"model.rope_high_factor {self.rope_high_factor} is not above model.rope_low_factor"
+            f" {self.rope_low_factor}",
+        )
 
 
 @dataclass(frozen=True)

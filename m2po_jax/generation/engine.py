@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from m2po_jax.models.transformer import Cache, Transformer, forward, logits_of, positions
+from m2po_jax.models.positions import positions
+from m2po_jax.models.transformer import Cache, Transformer, forward, logits_of
 
 
 class Generated(NamedTuple):

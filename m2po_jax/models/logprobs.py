@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from m2po_jax.models.transformer import Transformer, forward, logits_of, positions
+from m2po_jax.models.positions import positions
+from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
+CHUNK_LOGITS = 2**26
+"""Most tokens, and most logits (256 MB in float32), of a chunk where the caller does not say."""
 
 
 def response_logprobs(
@@ -20,7 +23,7 @@ def response_logprobs(
     response_tokens_BT: Array | np.ndarray,
     response_mask_BT: Array | np.ndarray,
     temperature: float | Array = 1.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> tuple[Array, Array]:
     """Log-prob of each response token given the tokens before it, and the entropy of its distribution.
 
@@ -31,6 +34,7 @@ def response_logprobs(
         prompt_tokens_BP: int32, padded on the left; prompt_valid_BP bool, True on real tokens.
         response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
         temperature: divides the logits, as it did when the tokens were sampled.
+        chunk_tokens: tokens whose logits are held at a time; None: as many as a quarter of a gigabyte holds.
 
     Returns:
         log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
@@ -44,15 +48,42 @@ def response_logprobs(
     return jnp.where(response_mask_BT, logprobs_BT, 0.0), jnp.where(response_mask_BT, entropy_BT, 0.0)
 
 
+def packed_logprobs(
+    model: Transformer,
+    params: Any,
+    tokens_BS: Array | np.ndarray,
+    segment_ids_BS: Array | np.ndarray,
+    temperature: float | Array = 1.0,
+    chunk_tokens: int | None = None,
+) -> tuple[Array, Array]:
+    """`response_logprobs` for rows that hold several sequences each, one after the other.
+
+    Args:
+        tokens_BS: int32; segment_ids_BS int32, a positive number for each sequence of a row, 0 on padding.
+
+    Returns:
+        log-prob of each token given those before it in its segment, and the entropy there, float32 (B, S), both zero
+        on the first token of a segment, which nothing scores, and on padding.
+    """
+    tokens_BS, segment_ids_BS = jnp.asarray(tokens_BS), jnp.asarray(segment_ids_BS)
+    hidden_BSD = forward_packed(model, params, tokens_BS, segment_ids_BS)
+    scored = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
+    values = _chunked(model, params, hidden_BSD[:, :-1], tokens_BS[:, 1:], temperature, chunk_tokens)
+    logprobs_BS, entropy_BS = (jnp.pad(jnp.where(scored, x, 0.0), ((0, 0), (1, 0))) for x in values)
+    return logprobs_BS, entropy_BS
+
+
 def _chunked(
     model: Transformer,
     params: Any,
     hidden_BTD: Array,
     tokens_BT: Array | np.ndarray,
     temperature: float | Array,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
 ) -> tuple[Array, Array]:
     count = tokens_BT.size
+    if chunk_tokens is None:
+        chunk_tokens = min(CHUNK_TOKENS, max(1, CHUNK_LOGITS // model.vocab_size))
     if count <= chunk_tokens:
         return _logprob_and_entropy(model, params, hidden_BTD, tokens_BT, temperature)
     padding = -count % chunk_tokens

@@ -1,4 +1,4 @@
-"""A decoder of the Qwen3 shape: RMSNorm, rotary positions, grouped queries, QK-norm, SwiGLU.
+"""The decoder of Llama, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Axis letters: B sequence, T token, S cache slot, D width, H query head, K key/value head, F feed-forward, N layer,
 V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth costs no compile time.
@@ -11,7 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from m2po_jax.config import ModelConfig
+from m2po_jax.config import ConfigError, ModelConfig
+from m2po_jax.models.positions import frequencies, rotate, segment_positions
+
+REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+"""What the backward pass finds kept of a block beside its input, by `ModelConfig.remat`."""
 
 
 class Cache(NamedTuple):
@@ -45,18 +49,8 @@ class RMSNorm(nn.Module):
         return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
 
 
-def rotate(x_BTHd: Array, positions_BT: Array, theta: float) -> Array:
-    """Rotary position embedding, halves convention (as in Llama and Qwen checkpoints); float32 angles."""
-    half = x_BTHd.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_BT1d = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles_BT1d).astype(x_BTHd.dtype), jnp.sin(angles_BT1d).astype(x_BTHd.dtype)
-    first, second = x_BTHd[..., :half], x_BTHd[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 class Attention(nn.Module):
-    """Grouped-query attention with QK-norm; with a cache, new keys and values are written at slot `index`."""
+    """Grouped-query attention; with a cache, new keys and values are written at slot `index`."""
 
     config: ModelConfig
 
@@ -66,11 +60,14 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
-        heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
-        q_BTHd = RMSNorm(c.norm_eps, name="q_norm")(heads("q", c.query_heads)(x_BTD))
-        k_BTKd = RMSNorm(c.norm_eps, name="k_norm")(heads("k", c.kv_heads)(x_BTD))
+        heads = lambda name, n: nn.DenseGeneral(  # noqa: E731
+            (n, c.head_dim), use_bias=c.qkv_bias, dtype=c.compute_dtype, name=name
+        )
+        q_BTHd, k_BTKd = heads("q", c.query_heads)(x_BTD), heads("k", c.kv_heads)(x_BTD)
         v_BTKd = heads("v", c.kv_heads)(x_BTD)
-        q_BTHd, k_BTKd = (rotate(x, positions_BT, c.rope_theta) for x in (q_BTHd, k_BTKd))
+        if c.qk_norm:
+            q_BTHd, k_BTKd = RMSNorm(c.norm_eps, name="q_norm")(q_BTHd), RMSNorm(c.norm_eps, name="k_norm")(k_BTKd)
+        q_BTHd, k_BTKd = (rotate(x, positions_BT, frequencies(c)) for x in (q_BTHd, k_BTKd))
         if cache is not None:
             cache = Cache(
                 jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BTKd, index, axis=1),
@@ -106,7 +103,18 @@ class Transformer(nn.Module):
     """Token ids to hidden states, and hidden states to logits."""
 
     config: ModelConfig
-    vocab_size: int
+    tokenizer_size: int | None = None
+    """Ids that the tokenizer has; `config.vocab_size`, where it is set, must hold them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows V of the embedding; raises ConfigError if nobody says how many, or if they are too few."""
+        rows, ids = self.config.vocab_size, self.tokenizer_size
+        if rows is None and ids is None:
+            raise ConfigError("model.vocab_size is None: set it where there is no tokenizer")
+        if rows is not None and ids is not None and rows < ids:
+            raise ConfigError(f"model.vocab_size {rows} is below the tokenizer's {ids} ids")
+        return cast(int, ids if rows is None else rows)
 
     def setup(self):
         """Declare the parameters: `embedding` (V, D), `blocks` (stacked on N), `final_norm`, maybe `unembedding`."""
@@ -115,8 +123,11 @@ class Transformer(nn.Module):
         self.embedding = self.param("embedding", table, (self.vocab_size, c.width), jnp.float32)
         if not c.tie_embeddings:
             self.unembedding = self.param("unembedding", table, (self.vocab_size, c.width), jnp.float32)
+        # Layers are scanned, so nothing of one can be computed once for several, which is what prevent_cse is against.
+        remat = c.remat in REMAT_POLICIES
+        block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False) if remat else Block
         self.blocks = nn.scan(
-            Block,
+            block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
@@ -133,6 +144,7 @@ class Transformer(nn.Module):
         valid_BS: Array,
         cache: Cache | None = None,
         index: Array | int = 0,
+        segment_ids_BT: Array | None = None,
     ) -> tuple[Array, Cache | None]:
         """Hidden states of `tokens_BT`, which stand in slots index, index + 1, ... of their sequences.
 
@@ -142,6 +154,8 @@ class Transformer(nn.Module):
             valid_BS: bool, True where a slot holds a real token; S = T without a cache.
             cache: keys and values of earlier slots, or None to attend within `tokens_BT` alone.
             index: slot of the first token; an int32 scalar.
+            segment_ids_BT: int32; tokens attend to those of their own segment only, so that a row may hold several
+                sequences. Without a cache.
 
         Returns:
             Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
@@ -150,6 +164,8 @@ class Transformer(nn.Module):
         query_slots = index + jnp.arange(tokens_BT.shape[1])
         causal_TS = jnp.arange(valid_BS.shape[1])[None, :] <= query_slots[:, None]
         mask_BTS = causal_TS[None] & valid_BS[:, None, :]
+        if segment_ids_BT is not None:
+            mask_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
         x_BTD, cache = self.blocks(x_BTD, positions_BT, mask_BTS, cache, index)
         return self.final_norm(x_BTD), cache
 
@@ -165,11 +181,6 @@ class Transformer(nn.Module):
         return self.init(key, one, one, one == 0)["params"]
 
 
-def positions(valid_BT: Array) -> Array:
-    """Rotary positions that count real tokens only, so that padding on either side changes nothing."""
-    return jnp.maximum(jnp.cumsum(valid_BT.astype(jnp.int32), axis=1) - 1, 0)
-
-
 def forward(
     model: Transformer,
     params: Any,
@@ -182,6 +193,18 @@ def forward(
     """`Transformer.__call__` as a function of its parameters."""
     output = model.apply({"params": params}, tokens_BT, positions_BT, valid_BS, cache, index)
     return cast(tuple[Array, Cache | None], output)
+
+
+def forward_packed(model: Transformer, params: Any, tokens_BS: Array, segment_ids_BS: Array) -> Array:
+    """Final hidden states (B, S, D) of rows that hold several sequences each.
+
+    Args:
+        tokens_BS: int32 ids; sequences stand one after the other.
+        segment_ids_BS: int32, a positive number for each sequence of a row, 0 on padding.
+    """
+    valid_BS, where_BS = segment_ids_BS > 0, segment_positions(segment_ids_BS)
+    output = model.apply({"params": params}, tokens_BS, where_BS, valid_BS, segment_ids_BT=segment_ids_BS)
+    return cast(tuple[Array, None], output)[0]
 
 
 def logits_of(model: Transformer, params: Any, hidden: Array) -> Array:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from m2po_jax.config import ModelConfig
 from m2po_jax.models import Cache, Transformer
-from m2po_jax.models.transformer import positions, rotate
+from m2po_jax.models.positions import frequencies, positions, rotate
 from m2po_jax.tasks import left_padded, right_padded
 from tests.models import policies, reference
 
@@ -111,11 +112,12 @@ def test_a_repeated_cache_holds_each_sequence_in_a_row():
 def test_rotary_scores_depend_on_distance_alone(rng):
     q, k = rng.normal(size=(2, 1, 5, 1, 8)).astype(np.float32)
     where = np.arange(5, dtype=np.int32)[None]
+    turns = frequencies(ModelConfig(head_dim=8, rope_theta=100.0))
     score = lambda shift: np.einsum(  # noqa: E731
-        "bthd,bshd->bts", rotate(q, where + shift, 100.0), rotate(k, where + shift, 100.0)
+        "bthd,bshd->bts", rotate(q, where + shift, turns), rotate(k, where + shift, turns)
     )
     np.testing.assert_allclose(score(0), score(31), atol=1e-4)
-    np.testing.assert_array_equal(rotate(q, np.zeros_like(where), 100.0), q)
+    np.testing.assert_array_equal(rotate(q, np.zeros_like(where), turns), q)
 
 
 def test_positions_count_real_tokens():
