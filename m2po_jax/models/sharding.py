@@ -1,0 +1,64 @@
+"""Where parameters and batches lie on a mesh of (data, fsdp, tensor): one table from logical to mesh axes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from m2po_jax.config import ConfigError, ModelConfig
+from m2po_jax.models.parameters import SIZES, Parameter, size, table, tree
+
+MESH_AXES = ("data", "fsdp", "tensor")
+"""Axes of the mesh: copies of the model, parts of a copy gathered when used, parts of each matrix product."""
+
+RULES: dict[str, str | None] = {
+    "N": None,
+    "D": "fsdp",
+    "H": "tensor",
+    "K": "tensor",
+    "d": None,
+    "F": "tensor",
+    "V": "tensor",
+}
+"""Axis letter of `models.parameters` -> mesh axis that cuts it, or None."""
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes that cut the rows of a batch: each part of a copy computes rows of its own."""
+
+
+def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> dict[str, Any]:
+    """The sharding of every parameter, as a tree of the parameters' structure.
+
+    A parameter of one axis is copied to every device: it is small, and what is cut would be gathered at each use.
+
+    Raises:
+        ConfigError: the mesh lacks an axis, two axes of a parameter want one mesh axis, or a mesh axis does not
+            divide an axis; it names the parameter.
+    """
+    lacking = [axis for axis in {*rules.values()} - {None} if axis not in mesh.axis_names]
+    if lacking:
+        raise ConfigError(f"the mesh has axes {', '.join(mesh.axis_names)}, not {', '.join(map(str, lacking))}")
+    return tree({row: NamedSharding(mesh, _spec(row, config, mesh, rules)) for row in table(config)})
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array whose first axis is the rows of a batch."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def _spec(row: Parameter, config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None]) -> PartitionSpec:
+    if len(row.axes.removeprefix("N")) == 1:
+        return PartitionSpec()
+    names = [rules[letter] for letter in row.axes]
+    used = [name for name in names if name is not None]
+    if len(set(used)) < len(used):
+        twice = next(name for name in used if used.count(name) > 1)
+        letters = " and ".join(SIZES[letter] for letter in row.axes if rules[letter] == twice)
+        raise ConfigError(f"parameter {row.path}: {letters} are both cut by mesh axis {twice}")
+    for letter, name in zip(row.axes, names, strict=True):
+        if name is not None and size(config, letter) % mesh.shape[name]:
+            raise ConfigError(
+                f"parameter {row.path}: model.{SIZES[letter]} {size(config, letter)} cannot be cut into the"
+                f" {mesh.shape[name]} parts of mesh axis {name}"
+            )
+    return PartitionSpec(*names)
