@@ -38,8 +38,10 @@ BASE = [
     "pandas>=2.2",
     "pyarrow>=18",
     "rich>=13.9",
+    "safetensors>=0.5",
     "scipy>=1.14",
     "tensorboardX>=2.6",
+    "transformers>=5.0",
     "tyro>=1.0",
 ]
 
@@ -52,10 +54,10 @@ EXTRAS = {
         "grain>=0.2.12",
         "math-verify>=0.8",
         "tensorflow-datasets>=4.9.9",
-        "transformers>=5.0",
     ],
     "notebooks": ["ipykernel>=6.29", "jupyterlab>=4.3", "nbconvert>=7.16"],
     "dev": [
+        "gguf>=0.17",
         "hypothesis>=6.130",
         "mypy>=1.15",
         "psutil>=6.1",
@@ -63,6 +65,8 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.9",
+        # The other implementation, which the models are compared with; never imported by the package.
+        "torch>=2.9",
         "uv>=0.7",
     ],
 }

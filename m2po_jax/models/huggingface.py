@@ -159,12 +159,17 @@ def _refuse_unknown(files: TensorFiles, config: ModelConfig) -> None:
             continue
         if name != _TIED_OUTPUT or not config.tie_embeddings:
             raise UserError(f"{tensor.where} is unknown to a model of this config.json")
-        with files.reader() as reader:
-            for start in range(0, size(config, "V"), 4096):
-                rows = (slice(start, start + 4096), slice(None))
-                embedding = files.tensors[_TIED_INPUT]
-                if tensor.shape != embedding.shape or not np.array_equal(*(reader.read(t, rows) for t in (tensor, embedding))):
-                    raise UserError(f"{tensor.where} is not {_TIED_INPUT}, though config.json ties the two")
+        if not _equal(files, tensor, files.tensors[_TIED_INPUT]):
+            raise UserError(f"{tensor.where} is not {_TIED_INPUT}, though config.json ties the two")
+
+
+def _equal(files: TensorFiles, a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices hold the same, read some rows at a time."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    with files.reader() as reader:
+        parts = ((slice(start, start + 4096), slice(None)) for start in range(0, a.shape[0], 4096))
+        return all(np.array_equal(reader.read(a, part), reader.read(b, part)) for part in parts)
 
 
 def _refuse_large_tokenizer(directory: Path, config: ModelConfig) -> None:
@@ -210,10 +215,11 @@ def _write_weights(
     for file_name, names, metadata in plan:
         values = {name: _stored(params, *places[name], DTYPES[stored[name]], name) for name in names}
         save_file(values, out / file_name, metadata=metadata)
-    if len(plan) > 1 or (files is not None and files.has_index):
-        weight_map = {name: file_name for file_name, names, _ in plan for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if len(plan) > 1 or (files is not None and files.index is not None):
+        index = files.index if files is not None and files.index is not None else {}
+        index = {"metadata": {**index.get("metadata", {}), "total_size": sum(sizes.values())}}
+        index["weight_map"] = {name: file_name for file_name, names, _ in plan for name in names}
+        (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return stored
 
 
@@ -253,7 +259,7 @@ def _stored(params: Any, row: Parameter, layer: int, dtype: np.dtype, name: str)
     lengths = dict(zip(axes, ours.shape, strict=True))
     theirs = theirs.reshape([int(np.prod([lengths[x] for x in letters])) for letters in row.stored_axes])
     with np.errstate(over="ignore"):
-        narrow = np.ascontiguousarray(theirs.astype(dtype))
+        narrow = np.ascontiguousarray(theirs.astype(dtype))  # the file is written from memory as it lies
     if not np.isfinite(narrow.astype(np.float32)).all():
         raise UserError(f"tensor {name} has values that are not finite in {dtype.name}")
     return narrow

@@ -43,7 +43,8 @@ class TensorFiles(NamedTuple):
     tensors: dict[str, Tensor]
     metadata: dict[Path, dict[str, str] | None]
     """The free text that each file holds beside its tensors."""
-    has_index: bool
+    index: dict[str, Any] | None
+    """The JSON that says which tensor is in which file; None where there is one file."""
 
     @classmethod
     def of(cls, directory: str | Path) -> "TensorFiles":
@@ -54,7 +55,8 @@ class TensorFiles(NamedTuple):
         """
         directory = Path(directory)
         index = directory / INDEX
-        weight_map = _weight_map(index) if index.exists() else None
+        document = _document(index) if index.exists() else None
+        weight_map = None if document is None else document["weight_map"]
         names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
         tensors: dict[str, Tensor] = {}
         metadata: dict[Path, dict[str, str] | None] = {}
@@ -70,7 +72,7 @@ class TensorFiles(NamedTuple):
         for name, file_name in (weight_map or {}).items():
             if name not in tensors or tensors[name].file.name != file_name:
                 raise UserError(f"{directory / file_name}: tensor {name} is missing, though {INDEX} says it is there")
-        return cls(directory, tensors, metadata, weight_map is not None)
+        return cls(directory, tensors, metadata, document)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor of this name; raises UserError if it is missing or of another shape or kind."""
@@ -112,18 +114,19 @@ def _missing(file: Path, weight_map: dict[str, str] | None) -> str:
     return f"{file} is missing"
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _document(index: Path) -> dict[str, Any]:
+    """The index, once every file name in it is one."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        items = dict(weight_map)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        document = json.loads(index.read_text(encoding="utf-8"))
+        items = document["weight_map"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} cannot be read: {error!r}") from error
-    for tensor, name in items.items():
+    for tensor, name in items:
         if not isinstance(name, str) or Path(name).name != name:
             raise UserError(f"{index}: tensor {tensor} is in {name!r}, which is no file name")
     if not items:
         raise UserError(f"{index} names no tensor")
-    return items
+    return document
 
 
 def _header(file: Path) -> tuple[list[Tensor], dict[str, str] | None]:
