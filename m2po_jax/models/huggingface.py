@@ -168,7 +168,8 @@ def _equal(files: TensorFiles, a: Tensor, b: Tensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     with files.reader() as reader:
-        parts = ((slice(start, start + 4096), slice(None)) for start in range(0, a.shape[0], 4096))
+        starts = range(0, a.shape[0], 4096)
+        parts = [(slice(start, min(start + 4096, a.shape[0])), slice(None)) for start in starts]
         return all(np.array_equal(reader.read(a, part), reader.read(b, part)) for part in parts)
 
 
