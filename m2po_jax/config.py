@@ -118,8 +118,7 @@ class ModelConfig:
         )
         _require(
             self.rope_high_factor > self.rope_low_factor,
-            f"model.rope_high_factor {self.rope_high_factor} is not above model.rope_low_factor"
-            f" {self.rope_low_factor}",
+            f"model.rope_high_factor {self.rope_high_factor} is not above model.rope_low_factor {self.rope_low_factor}",
         )
 
 

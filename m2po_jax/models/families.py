@@ -129,7 +129,7 @@ def fields_of(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.vocab_size is None:
         raise ConfigError("model.vocab_size is None: set it to the rows of the embedding")
     (architecture, family), *_ = matching
-    data = {"architectures": [architecture], "model_type": family.model_type, "hidden_act": "silu"}
+    data: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type, "hidden_act": "silu"}
     data |= {theirs: getattr(config, ours) for theirs, ours in _NAMES.items()}
     data["max_position_embeddings"] = config.max_positions or config.rope_original_positions
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}

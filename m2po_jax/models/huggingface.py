@@ -216,9 +216,9 @@ def _write_weights(
     for file_name, names, metadata in plan:
         values = {name: _stored(params, *places[name], DTYPES[stored[name]], name) for name in names}
         save_file(values, out / file_name, metadata=metadata)
-    if len(plan) > 1 or (files is not None and files.index is not None):
-        index = files.index if files is not None and files.index is not None else {}
-        index = {"metadata": {**index.get("metadata", {}), "total_size": sum(sizes.values())}}
+    if len(plan) > 1 or (files is not None and files.index_json is not None):
+        known = (files.index_json or {}).get("metadata", {}) if files is not None else {}
+        index: dict[str, Any] = {"metadata": {**known, "total_size": sum(sizes.values())}}
         index["weight_map"] = {name: file_name for file_name, names, _ in plan for name in names}
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return stored

@@ -52,7 +52,9 @@ class Parameter(NamedTuple):
 
     def stored_names(self, config: ModelConfig) -> list[str]:
         """The names of its tensors in the files, by layer."""
-        return [self.stored_name.format(layer) for layer in range(config.layers)] if self.stacked else [self.stored_name]
+        return (
+            [self.stored_name.format(layer) for layer in range(config.layers)] if self.stacked else [self.stored_name]
+        )
 
 
 _LAYER = "model.layers.{}."

@@ -43,7 +43,7 @@ class TensorFiles(NamedTuple):
     tensors: dict[str, Tensor]
     metadata: dict[Path, dict[str, str] | None]
     """The free text that each file holds beside its tensors."""
-    index: dict[str, Any] | None
+    index_json: dict[str, Any] | None
     """The JSON that says which tensor is in which file; None where there is one file."""
 
     @classmethod

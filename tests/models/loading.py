@@ -5,6 +5,7 @@ Run as `python -m tests.models.loading DIRECTORY`, in a process of its own: a pe
 
 import resource
 import sys
+from pathlib import Path
 
 import jax
 from jax.sharding import AxisType
@@ -13,8 +14,12 @@ from m2po_jax.models import huggingface, sharding
 
 
 def peak_bytes() -> int:
-    """Most memory this process ever had; Linux counts it in kilobytes, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Most memory this process ever had. On Linux `getrusage` counts what its parent had before the program too."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (line,) = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def main(directory: str) -> None:

@@ -27,7 +27,10 @@ _LLAMA_3 = {
     "original_max_position_embeddings": 32,
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-tied": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True}),
+    "llama-tied": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}, "tie_word_embeddings": True},
+    ),
     "llama-3": ("Llama", {"rope_parameters": _LLAMA_3, "head_dim": 12}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),

@@ -50,9 +50,10 @@ def _attention(config, attention: dict, x_TD: np.ndarray, length: int) -> np.nda
     out_TD = np.zeros_like(x_TD)
     for head in range(config.query_heads):
         shared = head // (config.query_heads // config.kv_heads)
-        q_Td = _turned(config, _norm(config, attention["q_norm"], x_TD @ attention["q"]["kernel"][:, head]))
-        k_Td = _turned(config, _norm(config, attention["k_norm"], x_TD @ attention["k"]["kernel"][:, shared]))
-        v_Td = x_TD @ attention["v"]["kernel"][:, shared]
+        q_Td, k_Td, v_Td = (
+            _projected(config, attention, name, x_TD, h) for name, h in (("q", head), ("k", shared), ("v", shared))
+        )
+        q_Td, k_Td = _turned(config, q_Td), _turned(config, k_Td)
         for t in range(length):
             scores = k_Td[: t + 1] @ q_Td[t] / np.sqrt(config.head_dim)
             weights = np.exp(scores - scores.max())
@@ -60,9 +61,30 @@ def _attention(config, attention: dict, x_TD: np.ndarray, length: int) -> np.nda
     return out_TD
 
 
+def _projected(config, attention: dict, name: str, x_TD: np.ndarray, head: int) -> np.ndarray:
+    out_Td = x_TD @ attention[name]["kernel"][:, head]
+    if config.qkv_bias:
+        out_Td = out_Td + attention[name]["bias"][head]
+    return _norm(config, attention[f"{name}_norm"], out_Td) if config.qk_norm and name != "v" else out_Td
+
+
+def _turn(config, i: int) -> float:
+    """Radians a position of dimension i: theta^(-2i/d), and what Llama 3 makes of it by its wave length."""
+    turn = config.rope_theta ** (-2 * i / config.head_dim)
+    if config.rope_factor is None:
+        return turn
+    wave_length, context = 2 * np.pi / turn, config.rope_original_positions
+    if wave_length < context / config.rope_high_factor:
+        return turn
+    if wave_length > context / config.rope_low_factor:
+        return turn / config.rope_factor
+    share = (context / wave_length - config.rope_low_factor) / (config.rope_high_factor - config.rope_low_factor)
+    return (1 - share) * turn / config.rope_factor + share * turn
+
+
 def _turned(config, x_Td: np.ndarray) -> np.ndarray:
-    """Rotary embedding as complex numbers: dimension i pairs with i + d/2 and turns by position * theta^(-2i/d)."""
+    """Rotary embedding as complex numbers: dimension i pairs with i + d/2."""
     half = config.head_dim // 2
-    angles = np.arange(len(x_Td))[:, None] / config.rope_theta ** (np.arange(half) / half)
+    angles = np.arange(len(x_Td))[:, None] * np.array([_turn(config, i) for i in range(half)])
     turned = (x_Td[:, :half] + 1j * x_Td[:, half:]) * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag], axis=1)

@@ -154,8 +154,7 @@ def written(path: Path, config: ModelConfig, dtype: str = "F32") -> Path:
 
 
 def params_of(config: ModelConfig):
-    sizes = {name: value for name, value in vars(config).items() if name != "vocab_size"}
-    return policies.random_policy(config.vocab_size, **sizes)[1]
+    return policies.random_policy(config.vocab_size, **vars(config))[1]
 
 
 def load(directory: Path):
@@ -262,7 +261,10 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
     ("change", "expected"),
     [
         (lambda t: t.pop(K_BIAS), f"tensor {K_BIAS} is missing"),
-        (lambda t: t.update({DOWN: t[DOWN].T.copy()}), f"tensor {DOWN} has shape (12, 8), but config.json means (8, 12)"),
+        (
+            lambda t: t.update({DOWN: t[DOWN].T.copy()}),
+            f"tensor {DOWN} has shape (12, 8), but config.json means (8, 12)",
+        ),
         (lambda t: t.update({DOWN: t[DOWN].astype(np.int8)}), f"tensor {DOWN} is stored as I8"),
         (lambda t: t.update({"model.layers.2.x": t[DOWN]}), "model.safetensors: tensor model.layers.2.x is unknown"),
         (lambda t: t.update({f"{DOWN}_scale": t[DOWN]}), f"model.safetensors: tensor {DOWN}_scale is unknown"),

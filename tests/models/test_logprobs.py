@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2po_jax.models import response_logprobs
+from m2po_jax.models import logprobs as logprobs_module
+from m2po_jax.models import packed_logprobs, response_logprobs
 from m2po_jax.tasks import left_padded, right_padded
 from tests.models import policies, reference
 
@@ -130,6 +131,60 @@ def test_wider_padding_on_both_sides_changes_nothing(policy, batch):
     for narrow, padded in zip(scored(*policy, batch)[0], widened, strict=True):
         np.testing.assert_allclose(narrow, padded[:, :7], atol=1e-5)
         assert (np.asarray(padded[:, 7:]) == 0.0).all()
+
+
+def packed_batch():
+    """The sequences of `batch`, prompt and response, two or three to a row with padding between and around them."""
+    members = [[0, 2], [1, 3]]
+    tokens, segments = np.full((2, 18), 9, np.int32), np.zeros((2, 18), np.int32)
+    places = {}
+    for row, numbers in enumerate(members):
+        slot = row
+        for segment, number in enumerate(numbers, start=1):
+            ids = PROMPTS[number] + RESPONSES[number]
+            where = slice(slot, slot + len(ids))
+            tokens[row, where], segments[row, where], places[number] = ids, segment, (row, where)
+            slot = where.stop + row
+    return tokens, segments, places
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, CHUNK])
+def test_packed_rows_give_the_values_of_each_sequence_alone(policy, batch, chunk_tokens):
+    tokens, segments, places = packed_batch()
+    scored_packed = jax.jit(packed_logprobs, static_argnums=(0, 5))
+    logprobs, entropy = map(np.asarray, scored_packed(*policy, tokens, segments, np.float32(0.7), chunk_tokens))
+    for number, (row, where) in places.items():
+        prompt, response = PROMPTS[number], RESPONSES[number]
+        expected = reference.response(*policy, prompt[:1], prompt[1:] + response, 0.7)
+        np.testing.assert_allclose(logprobs[row, where][1:], expected[0], atol=1e-5)
+        np.testing.assert_allclose(entropy[row, where][1:], expected[1], atol=2e-5)
+        assert logprobs[row, where][0] == entropy[row, where][0] == 0.0
+    assert (logprobs[segments == 0] == 0.0).all() and (entropy[segments == 0] == 0.0).all()
+
+
+def test_packed_and_padded_rows_give_one_gradient(policy, batch):
+    tokens, segments, places = packed_batch()
+    in_response = np.zeros_like(segments, bool)
+    for number, (row, where) in places.items():
+        in_response[row, where.start + len(PROMPTS[number]) : where.stop] = True
+
+    def packed_loss(params):
+        logprobs, entropy = packed_logprobs(policy[0], params, tokens, segments, chunk_tokens=CHUNK)
+        return jnp.sum(jnp.where(in_response, logprobs + jnp.square(entropy), 0.0))
+
+    def padded_loss(params):
+        logprobs, entropy = response_logprobs(policy[0], params, *batch)
+        return jnp.sum(logprobs + jnp.square(entropy))
+
+    packed_gradient, padded_gradient = (jax.jit(jax.grad(loss))(policy[1]) for loss in (packed_loss, padded_loss))
+    assert_trees_close(packed_gradient, padded_gradient, atol=2e-5, rtol=1e-5)
+
+
+def test_a_large_vocabulary_makes_small_chunks(policy, batch, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "CHUNK_LOGITS", CHUNK * VOCAB + VOCAB - 1)
+    program = jax.make_jaxpr(lambda params: response_logprobs(policy[0], params, *batch))(policy[1])
+    assert CHUNK * VOCAB in set(float_sizes(program.jaxpr))
+    assert max(float_sizes(program.jaxpr)) < batch[2].size * VOCAB
 
 
 def test_the_logits_of_a_whole_batch_are_never_held(policy, batch, chunked):

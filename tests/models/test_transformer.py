@@ -1,5 +1,6 @@
 """The decoder against its float64 double, and what padding, causality and the cache must not change."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m2po_jax.config import ModelConfig
+from m2po_jax.config import ConfigError, ModelConfig
 from m2po_jax.models import Cache, Transformer
-from m2po_jax.models.positions import frequencies, positions, rotate
+from m2po_jax.models.positions import frequencies, positions, rotate, segment_positions
+from m2po_jax.models.transformer import forward_packed, logits_of
 from m2po_jax.tasks import left_padded, right_padded
 from tests.models import policies, reference
 
@@ -34,15 +36,17 @@ def policy():
         {},
         {"tie_embeddings": False, "layers": 3, "kv_heads": 1, "norm_eps": 0.1},
         {"layers": 1, "kv_heads": 4, "head_dim": 6, "rope_theta": 50.0},
+        {"qk_norm": False, "qkv_bias": True, "vocab_size": 13},
+        {"qk_norm": False, "head_dim": 12, "rope_theta": 8.0, "rope_factor": 4.0, "rope_original_positions": 16},
     ],
-    ids=["tied-grouped", "untied-multi-query-odd-depth", "one-layer-multi-head"],
+    ids=["tied-grouped", "untied-multi-query-odd-depth", "one-layer-multi-head", "qwen2-more-rows", "llama-3"],
 )
 @pytest.mark.parametrize("padded", [left_padded, right_padded])
 def test_logits_agree_with_the_reference(config, padded):
     model, params = policies.random_policy(VOCAB, **config)
     tokens, valid = padded(ROWS, 7, pad_id=0)
     _, logits = hidden_and_logits(model, params, tokens, valid)
-    assert logits.dtype == jnp.float32 and logits.shape == (len(ROWS), 7, VOCAB)
+    assert logits.dtype == jnp.float32 and logits.shape == (len(ROWS), 7, config.get("vocab_size", VOCAB))
     for row, ids in enumerate(ROWS):
         np.testing.assert_allclose(logits[row][valid[row]], reference.logits(model, params, ids), atol=1e-5, rtol=1e-5)
 
@@ -118,6 +122,71 @@ def test_rotary_scores_depend_on_distance_alone(rng):
     )
     np.testing.assert_allclose(score(0), score(31), atol=1e-4)
     np.testing.assert_array_equal(rotate(q, np.zeros_like(where), turns), q)
+
+
+def test_llama_3_keeps_fast_turns_divides_slow_ones_and_blends_between():
+    config = ModelConfig(head_dim=12, rope_theta=8.0, rope_factor=4.0, rope_original_positions=16)
+    plain = frequencies(replace(config, rope_factor=None))
+    ratios = np.asarray(frequencies(config) / plain)
+    turns = 16 / (2 * np.pi) * np.asarray(plain)
+    assert turns.max() < 4.0 and turns.min() < 1.0 < turns[1]
+    np.testing.assert_allclose(ratios, 0.25 + 0.75 * np.clip((turns - 1) / 3, 0, 1), rtol=1e-6)
+    for unscaled in (replace(config, rope_factor=1.0), replace(config, rope_original_positions=10**9)):
+        np.testing.assert_allclose(frequencies(unscaled), plain, rtol=1e-6)
+    np.testing.assert_allclose(frequencies(replace(config, rope_original_positions=1)), plain / 4)
+
+
+def test_positions_start_again_in_each_segment():
+    segments = np.array([[0, 1, 1, 1, 2, 2, 0], [3, 3, 1, 2, 2, 2, 2]], np.int32)
+    np.testing.assert_array_equal(segment_positions(segments), [[0, 0, 1, 2, 0, 1, 0], [0, 1, 0, 0, 1, 2, 3]])
+
+
+def test_packing_changes_no_sequence_and_no_sequence_sees_another(policy):
+    tokens, valid = left_padded(ROWS, 7, pad_id=0)
+    _, logits = hidden_and_logits(*policy, tokens, valid)
+    packed = np.array([[*ROWS[0], *ROWS[1], 0, 0, 0], [0, *ROWS[2], *ROWS[3], *ROWS[1], 0, 0]], np.int32)
+    segments = np.array([[1] * 6 + [2] * 2 + [0] * 3, [0, 5, *[7] * 5, 2, 2, 0, 0]], np.int32)
+    score = jax.jit(lambda *inputs: logits_of(*policy, forward_packed(*policy, *inputs)))
+    found = np.asarray(score(packed, segments))
+    for (row, where), ids in {(0, 0): 0, (0, 6): 1, (1, 1): 2, (1, 2): 3, (1, 7): 1}.items():
+        expected = np.asarray(logits[ids])[valid[ids]]
+        np.testing.assert_allclose(found[row, where : where + len(expected)], expected, atol=1e-5)
+    changed = np.where(segments == 7, 3, packed)
+    other = np.asarray(score(changed, segments))
+    others = (segments > 0) & (segments != 7)
+    np.testing.assert_array_equal(found[others], other[others])
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_neither_values_nor_gradient_and_keeps_less(remat):
+    model, params = policies.random_policy(VOCAB, layers=4)
+    tokens, valid = left_padded(ROWS, 7, pad_id=0)
+
+    def loss(params, kind):
+        remade = Transformer(replace(model.config, remat=kind), VOCAB)
+        hidden, _ = remade.apply({"params": params}, tokens, positions(valid), valid)
+        return jnp.sum(jnp.square(logits_of(remade, params, hidden)))
+
+    value_and_grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    (value, grads), (expected, expected_grads) = value_and_grad(params, remat), value_and_grad(params, "none")
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), grads, expected_grads)
+    kept = {kind: kept_bytes(partial(loss, kind=kind), params) for kind in ("none", "dots", "full")}
+    assert kept["full"] < kept["dots"] < kept["none"]
+
+
+def kept_bytes(loss, params) -> int:
+    """What the forward pass leaves for the backward pass."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(jax.vjp(loss, params)[1]))
+
+
+def test_rows_of_the_embedding_are_the_tokenizers_unless_set():
+    assert Transformer(ModelConfig(), 11).vocab_size == 11
+    assert Transformer(ModelConfig(vocab_size=16), 11).vocab_size == Transformer(ModelConfig(vocab_size=16)).vocab_size
+    with pytest.raises(ConfigError, match="model.vocab_size 8 is below the tokenizer's 11 ids"):
+        _ = Transformer(ModelConfig(vocab_size=8), 11).vocab_size
+    with pytest.raises(ConfigError, match="model.vocab_size is None"):
+        _ = Transformer(ModelConfig()).vocab_size
 
 
 def test_positions_count_real_tokens():
