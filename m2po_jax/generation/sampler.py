@@ -40,9 +40,14 @@ class Sampler:
         self.task, self.model, self.config = task, model, config
 
     def dispatch(self, params: Any, problems: Sequence[Problem], keys: Array, samples_per_prompt: int) -> Generated:
-        """Start sampling and return at once; `keys` holds len(problems) * samples_per_prompt rows."""
+        """Start sampling and return at once; `keys` holds len(problems) * samples_per_prompt rows.
+
+        Raises:
+            UserError: a prompt and the longest response to it are over the model's context.
+        """
         tokenizer = self.task.tokenizer
         rows = [tokenizer.encode(problem.prompt) for problem in problems]
+        self.model.require_room(max(map(len, rows)) + self.config.max_new_tokens)
         tokens, valid = left_padded(rows, self.task.max_prompt_tokens, tokenizer.pad_id)
         return generate(
             params,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from m2po_jax.config import ConfigError, ModelConfig
+from m2po_jax.config import ConfigError, ModelConfig, UserError
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
 
 REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -115,6 +115,12 @@ class Transformer(nn.Module):
         if rows is not None and ids is not None and rows < ids:
             raise ConfigError(f"model.vocab_size {rows} is below the tokenizer's {ids} ids")
         return cast(int, ids if rows is None else rows)
+
+    def require_room(self, tokens: int) -> None:
+        """Raises UserError if a sequence of this many tokens, prompt and response together, is over the context."""
+        most = self.config.max_positions
+        if most is not None and tokens > most:
+            raise UserError(f"a sequence of {tokens} tokens, prompt and response, is over model.max_positions {most}")
 
     def setup(self):
         """Declare the parameters: `embedding` (V, D), `blocks` (stacked on N), `final_norm`, maybe `unembedding`."""

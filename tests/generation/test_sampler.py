@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from m2po_jax.config import SamplingConfig, TaskConfig
+from m2po_jax.config import SamplingConfig, TaskConfig, UserError
 from m2po_jax.generation import Sampler
 from m2po_jax.generation.engine import Generated, sampling_keys
 from m2po_jax.tasks import ArithmeticTask, Problem
@@ -81,3 +81,16 @@ def test_sampling_follows_a_known_policy_at_the_configured_temperature(temperatu
     np.testing.assert_allclose(responses.logprobs[:, 1:], 0.0, atol=1e-6)
     np.testing.assert_array_equal(responses.scores, is_three & (np.arange(400) < 200))
     assert responses.finish_reasons == ["stop"] * 400
+
+
+def test_a_prompt_longer_than_the_context_is_refused():
+    longest = max(len(TASK.tokenizer.encode(problem.prompt)) for problem in PROBLEMS)
+    model, params = policies.random_policy(VOCAB, max_positions=longest + LENGTH - 1)
+    with pytest.raises(UserError) as raised:
+        sampler(model).dispatch(params, PROBLEMS, keys(2), 1)
+    assert str(raised.value) == (
+        f"a sequence of {longest + LENGTH} tokens, prompt and response, is over model.max_positions"
+        f" {longest + LENGTH - 1}"
+    )
+    model, params = policies.random_policy(VOCAB, max_positions=longest + LENGTH)
+    sampler(model).dispatch(params, PROBLEMS, keys(2), 1)
