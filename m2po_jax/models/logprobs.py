@@ -11,8 +11,8 @@ from m2po_jax.models.positions import positions
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
-CHUNK_LOGITS = 2**26
-"""Most tokens, and most logits (256 MB in float32), of a chunk where the caller does not say."""
+CHUNK_LOGITS = 2**25
+"""Most tokens, and most logits (128 MB in float32), of a chunk where the caller does not say."""
 
 
 def response_logprobs(
@@ -34,7 +34,7 @@ def response_logprobs(
         prompt_tokens_BP: int32, padded on the left; prompt_valid_BP bool, True on real tokens.
         response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
         temperature: divides the logits, as it did when the tokens were sampled.
-        chunk_tokens: tokens whose logits are held at a time; None: as many as a quarter of a gigabyte holds.
+        chunk_tokens: tokens whose logits are held at a time; None: as many as 128 MB of logits hold.
 
     Returns:
         log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
