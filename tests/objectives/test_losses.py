@@ -21,7 +21,7 @@ K1, K2, K3 = ({"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator i
 SETTINGS = {
     "m2po": ({}, {"threshold": 0.5}, {"threshold": 0.0} | SEQUENCE | K1),
     "m2po_clip": ({}, {"threshold": 0.0}, {"threshold": 0.5} | CONSTANT | K2),
-    "m2po_all_tokens": ({}, {"threshold": 0.5, "denominator": "kept"}, {"threshold": 0.2} | SEQUENCE | K3),
+    "m2po_all_tokens": ({}, {"threshold": 0.5, "denominator": "kept"} | K1, {"threshold": 0.2} | SEQUENCE | K3),
     "grpo": ({}, {"epsilon_low": 0.0, "epsilon_high": 0.28} | CONSTANT, SEQUENCE | K1),
     "grpo_no_tr": ({}, SEQUENCE, CONSTANT | K3),
     "gspo": ({}, {"epsilon_high": 0.3} | TOKEN, {"epsilon_low": 0.1, "epsilon_high": 0.2} | CONSTANT | K2),
