@@ -117,7 +117,8 @@ def _masked_advantages(advantages: ArrayLike, mask_BT: Array) -> Array:
 def _truncated(finish_reason: ArrayLike | None, rows: int) -> Array:
     if finish_reason is None:
         return jnp.zeros((rows, 1), bool)
-    return jnp.reshape(jnp.asarray(finish_reason == 1), (rows, 1))
+    cut = finish_reason if jnp.result_type(finish_reason) == jnp.bool_ else finish_reason == 1
+    return jnp.reshape(jnp.asarray(cut), (rows, 1))
 
 
 def ratio_of(log_ratio: Array) -> Array:
