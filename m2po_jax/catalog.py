@@ -64,10 +64,10 @@ def resolved(config: Config) -> Config:
     """The same configuration with everything its objective leaves open written out and checked."""
     name, given = config.objective.name, config.objective.hyperparameters
     objectives.get(name, **given)
-    of_run = {"length_constant": float(config.sampling.max_new_tokens)}
+    defaults = {key: value for key, value in objectives.defaults(name).items() if key != "length_constant"}
     objective = replace(
         config.objective,
-        hyperparameters=objectives.defaults(name) | of_run | given,
+        hyperparameters=defaults | given,
         normalize_advantages=config.objective.normalize_advantages or objectives.normalization(name),
     )
     return replace(config, objective=objective)

@@ -97,17 +97,30 @@ def train(arguments: list[str]) -> int:
     config = catalog.resolved(Config()) if reference is None else catalog.find_config(reference)
     if objective := _flag(arguments, OBJECTIVE_FLAG):
         config = catalog.with_objective(config, objective)
-    prog = "m2po train CONFIG"
-    options = tyro.cli(
-        TrainOptions,
-        default=TrainOptions(config=config),
-        args=arguments[1:] if reference else arguments,
-        prog=prog,
+    options = _train_options(config, arguments[1:] if reference else arguments)
+    options = dataclasses.replace(options, config=catalog.resolved(options.config))
+    resumed = reference if reference and catalog.names_run(reference) else None
+    return _train(options, options.run or resumed or f"runs/{options.config.name}")
+
+
+def _train_options(config: Config, arguments: list[str]) -> TrainOptions:
+    """The flags: every field of the configuration, and those of its objective's own, with their help and choices."""
+    from m2po_jax import objectives
+
+    values = objectives.get(config.objective.name, **config.objective.hyperparameters).config
+    own = ("hyperparameters", Annotated[type(values), arg(name="objective")], values)
+    flags = dataclasses.make_dataclass("TrainOptions", [own], bases=(TrainOptions,), frozen=True)
+    given = tyro.cli(
+        flags,
+        default=flags(config=config),
+        args=arguments,
+        prog="m2po train CONFIG",
         description=train.__doc__,
     )
-    resumed = reference if reference and catalog.names_run(reference) else None
-    options = dataclasses.replace(options, config=catalog.resolved(options.config))
-    return _train(options, options.run or resumed or f"runs/{options.config.name}")
+    known = config.objective.hyperparameters
+    chosen = {name: value for name, value in dataclasses.asdict(given.hyperparameters).items() if name in known}
+    objective = dataclasses.replace(given.config.objective, hyperparameters=chosen)
+    return TrainOptions(given.run, given.base, dataclasses.replace(given.config, objective=objective))
 
 
 def _train(options: TrainOptions, run: str) -> int:
@@ -200,10 +213,11 @@ def _usage() -> str:
 
 
 def _flag(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that must be known before the others can be parsed."""
+    """The value of a flag that must be known before the others can be parsed; the last one counts, as in tyro."""
+    value = None
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
-    return None
+            value = arguments[index + 1]
+        elif argument.startswith(f"{flag}="):
+            value = argument.removeprefix(f"{flag}=")
+    return value

@@ -214,15 +214,25 @@ class ObjectiveConfig:
     """The loss by name, with its own hyperparameters (see `m2po_jax.objectives.names()`)."""
 
     name: str = "m2po"
-    """Row of the objectives table."""
-    hyperparameters: Annotated[dict[str, float | bool | str], tyro.conf.arg(name="")] = field(default_factory=dict)
+    """Row of the objectives table; README.md lists them."""
+    hyperparameters: Annotated[dict[str, float | bool | str], tyro.conf.Suppress] = field(default_factory=dict)
     """Overrides of the objective's own defaults; on the command line e.g. --objective.threshold 0.02."""
     normalize_advantages: Literal["std", "none"] | None = None
     """Divide group advantages by the sample standard deviation or by nothing; None leaves it to the objective."""
+    length_constant: float | None = None
+    """Stands for the response length in the aggregation constant_sum; None takes sampling.max_new_tokens."""
     overlong_cache: int = 0
     """Tokens before sampling.max_new_tokens over which a response loses reward, down to -1 (DAPO); 0 for none."""
 
     def __post_init__(self):
+        _require(
+            self.length_constant is None or self.length_constant > 0.0,
+            f"objective.length_constant is {self.length_constant}: use a positive number, or None",
+        )
+        _require(
+            "length_constant" not in self.hyperparameters,
+            "objective.length_constant is a field of ObjectiveConfig, not one of its hyperparameters",
+        )
         _require(self.overlong_cache >= 0, f"objective.overlong_cache is {self.overlong_cache}: use 0 or more")
 
 

@@ -75,7 +75,7 @@ class Lockstep:
         self.model = Transformer(config.model, self.task.tokenizer.vocab_size)
         self.spec = UpdateSpec(
             self.model,
-            objectives.get(config.objective.name, **config.objective.hyperparameters),
+            objective_of(config),
             config.sampling.temperature,
             config.rollouts.group_size,
             config.objective.normalize_advantages or objectives.normalization(config.objective.name),
@@ -313,9 +313,15 @@ def make_base(config: Config, run: str, progress: Progress) -> None:
         lockstep.base_policy(None)
 
 
+def objective_of(config: Config) -> objectives.Objective:
+    """The objective of a run; ConfigError for a hyperparameter that it does not have."""
+    constant = config.objective.length_constant or float(config.sampling.max_new_tokens)
+    return objectives.get(config.objective.name, length_constant=constant, **config.objective.hyperparameters)
+
+
 @contextlib.contextmanager
 def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
-    objectives.get(config.objective.name, **config.objective.hyperparameters)
+    objective_of(config)
     ArithmeticTask(config.task).held_out(config.evaluation.prompts)  # refused before the run directory is made
     store = Store.open(run, create=True)
     info = create_or_resume(store, config)

@@ -1,5 +1,6 @@
 """The `m2po` command in processes of its own: help, exit codes, one line for bad input, resume."""
 
+import json
 import os
 import re
 import shutil
@@ -187,3 +188,24 @@ def test_a_signal_to_a_sweep_and_its_workers_loses_no_batch(env, done, tmp_path)
     newest = max(int(path.stem) for path in run.glob("batches/*.json"))
     checkpoints = [int(path.name) for path in (run / "checkpoints").iterdir()]
     assert max(checkpoints) == newest + tiny.TINY.learner.updates_per_batch
+
+
+def test_help_shows_the_objectives_own_flags_with_their_choices(env):
+    told = m2po(env, "train", ARM, "--objective.name", "grpo", "--objective.name", "dapo", "--help").stdout
+    assert "--objective.no-overlong-filter" in told and "The ratio is clipped above" in told
+    assert "{token_mean,sequence_mean,constant_sum}" in told and "--objective.threshold" not in told
+
+
+def test_the_last_objective_named_is_the_one_trained(env, done, tmp_path):
+    run = tmp_path / "run"
+    names = ("--objective.name", "dr_grpo", "--objective.name", "gspo", "--objective.kl-estimator", "k2")
+    m2po(env, "train", ARM, "--run", run, "--base", done, "--learner.total-updates", "2", *names)
+    saved = json.loads((run / "config.json").read_text())["config"]["objective"]
+    assert saved["name"] == "gspo" and saved["normalize_advantages"] == "std"
+    assert saved["hyperparameters"] == {
+        "aggregation": "sequence_mean",
+        "epsilon_high": 4e-4,
+        "epsilon_low": 3e-4,
+        "kl_coefficient": 0.0,
+        "kl_estimator": "k2",
+    }

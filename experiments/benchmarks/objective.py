@@ -29,7 +29,8 @@ def main() -> None:
     """Print one Markdown table."""
     arguments = _arguments()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={arguments.devices}"
+    own_flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{own_flags} --xla_force_host_platform_device_count={arguments.devices}".strip()
     bench = _Benchmark(arguments.rows, arguments.columns, arguments.devices, arguments.repeats)
     print(f"{arguments.rows} x {arguments.columns} tokens, {arguments.devices} device(s), {os.cpu_count()} cores\n")
     print("| program | ms | against | ratio | temporary arrays | bytes between devices |")
@@ -178,6 +179,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1, help="virtual CPU devices that share the rows (default: 1)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each program (default: 5)")
     arguments = parser.parse_args()
+    for name in ("rows", "columns", "devices", "repeats"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} is {getattr(arguments, name)}: use 1 or more")
     if arguments.rows % arguments.devices:
         parser.error(f"--devices {arguments.devices} does not divide --rows {arguments.rows}")
     return arguments

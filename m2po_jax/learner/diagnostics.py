@@ -4,34 +4,25 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from m2po_jax.learner.update import MiniBatch, UpdateSpec, advantages, policy_logprobs
+from m2po_jax.learner.update import MiniBatch, UpdateSpec, advantages, look
 from m2po_jax.rollouts import BatchRecord, Rollouts
 
 
 @partial(jax.jit, static_argnames="spec")
 def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Array]:
     """Per-token (B, T) arrays of one mini-batch under `params`: what its update is about to use."""
-    logprobs_BT, entropy_BT = policy_logprobs(params, spec, batch)
-    advantages_B1 = advantages(spec, batch)[:, None]
-    kept_BT = spec.objective.kept(
-        logprobs_BT,
-        batch.behavior_logprobs,
-        advantages_B1,
-        batch.response_mask,
-        proximal_logprobs=batch.proximal_logprobs,
-        reference_logprobs=batch.reference_logprobs,
-        finish_reason=batch.truncated,
-    )
+    seen = look(params, spec, batch)
     return {
-        "policy_logprob": logprobs_BT,
-        "behavior_logprob": jax.numpy.asarray(batch.behavior_logprobs),
-        "log_ratio": logprobs_BT - batch.behavior_logprobs,
-        "advantage": jax.numpy.broadcast_to(advantages_B1, logprobs_BT.shape),
-        "entropy": entropy_BT,
-        "kept": kept_BT,
+        "policy_logprob": seen.logprobs,
+        "behavior_logprob": jnp.asarray(batch.behavior_logprobs),
+        "log_ratio": seen.logprobs - batch.behavior_logprobs,
+        "advantage": jnp.broadcast_to(advantages(spec, batch)[:, None], seen.kept.shape),
+        "entropy": seen.entropy,
+        "kept": seen.kept,
     }
 
 

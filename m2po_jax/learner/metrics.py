@@ -77,6 +77,8 @@ def alarms(line: dict[str, Any]) -> list[str]:
         for name, value in line.items()
         if name.startswith("nonfinite_") and name != "nonfinite_tokens" and value
     ]
+    if line.get("nonfinite_tokens") and not found:
+        found.append(f"{line['nonfinite_tokens']:.0f} tokens whose log-ratio is not finite; masked")
     if line.get("all_masked"):
         found.append("every token is masked")
     if line.get("saturated_frac"):

@@ -13,7 +13,7 @@ from m2po_jax.learner.state import TrainState, apply_gradients
 from m2po_jax.models import Transformer, response_logprobs
 from m2po_jax.objectives import Objective, group_advantages, overlong_penalty
 from m2po_jax.objectives.metrics import measure
-from m2po_jax.objectives.tokens import Tokens, counts_of, prepare
+from m2po_jax.objectives.tokens import Tokens, counts_of
 
 HostOrDevice = Array | np.ndarray
 Update = Callable[[TrainState, "MiniBatch"], tuple[TrainState, dict[str, Array]]]
@@ -79,12 +79,18 @@ def make_score(spec: UpdateSpec) -> Score:
     return jax.jit(score)
 
 
-class _Seen(NamedTuple):
-    """What the forward pass of a part leaves behind, (B, T)."""
+class Seen(NamedTuple):
+    """What the forward pass of an update leaves behind, (B, T)."""
 
     logprobs: Array
     entropy: Array
     kept: Array
+
+
+Part = tuple[MiniBatch, Array]
+"""Rows and their advantages."""
+
+Share = Callable[[Any, Part], tuple[Array, Seen]]
 
 
 def loss_and_gradient(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[Array, Any, dict[str, Array]]:
@@ -93,38 +99,50 @@ def loss_and_gradient(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[
     Denominators are counts of the whole mini-batch. An objective that looks at the whole mini-batch, such as M2PO's
     mask, has a forward pass of its own first, if there are several micro-batches. Metrics are taken of the whole.
     """
-    objective, advantages_B = spec.objective, advantages(spec, batch)
-    counts = counts_of(_tokens(batch, advantages_B, jnp.zeros_like(batch.behavior_logprobs)))
+    advantages_B = advantages(spec, batch)
+    share, parts = _share(params, spec, batch, advantages_B)
+    loss, grads, seen = _accumulated(share, params, parts)
+    seen = jax.tree.map(lambda x: _joined(x, batch), seen)
+    tokens = _tokens(spec, batch, advantages_B, seen.logprobs)
+    metrics = measure(tokens, seen.kept, loss, entropy=seen.entropy, staleness=batch.staleness)
+    return loss, grads, metrics | _batch_metrics(spec, batch, advantages_B)
+
+
+def look(params: Any, spec: UpdateSpec, batch: MiniBatch) -> Seen:
+    """What an update sees and keeps, in the same micro-batches, without its gradient."""
+    share, parts = _share(params, spec, batch, advantages(spec, batch))
+    seen = jax.lax.map(lambda part: share(params, part)[1], parts)
+    return jax.tree.map(lambda x: _joined(x, batch), seen)
+
+
+def _share(params: Any, spec: UpdateSpec, batch: MiniBatch, advantages_B: Array) -> tuple[Share, Part]:
+    """The parts of the batch, stacked, and the function from one of them to its share of the loss."""
+    objective = spec.objective
+    counts = counts_of(_tokens(spec, batch, advantages_B, jnp.zeros_like(batch.behavior_logprobs)))
     parts = _split((batch, advantages_B), spec.micro_batches)
     statistics = None
     if spec.micro_batches > 1 and objective.needs_whole_batch:
         logprobs_BT = jax.lax.map(lambda part: policy_logprobs(params, spec, part[0])[0], parts)
-        statistics = objective.statistics(_tokens(batch, advantages_B, _joined(logprobs_BT, batch)))
+        statistics = objective.statistics(_tokens(spec, batch, advantages_B, _joined(logprobs_BT, batch)))
 
-    def share(params: Any, part: tuple[MiniBatch, Array]) -> tuple[Array, _Seen]:
+    def share(params: Any, part: Part) -> tuple[Array, Seen]:
         logprobs_BT, entropy_BT = policy_logprobs(params, spec, part[0])
-        tokens = _tokens(*part, logprobs_BT)
+        tokens = _tokens(spec, *part, logprobs_BT)
         known = objective.statistics(tokens) if statistics is None else statistics
         loss, kept_BT = objective.partial_loss(tokens, known, counts)
-        return loss, jax.lax.stop_gradient(_Seen(logprobs_BT, entropy_BT, kept_BT))
+        return loss, jax.lax.stop_gradient(Seen(logprobs_BT, entropy_BT, kept_BT))
 
-    loss, grads, seen = _accumulated(share, params, parts)
-    seen = jax.tree.map(lambda x: _joined(x, batch), seen)
-    tokens = _tokens(batch, advantages_B, seen.logprobs)
-    metrics = measure(tokens, seen.kept, loss, entropy=seen.entropy, staleness=batch.staleness)
-    return loss, grads, metrics | _batch_metrics(spec, batch)
+    return share, parts
 
 
-def _accumulated(
-    share: Callable[[Any, Any], tuple[Array, _Seen]], params: Any, parts: tuple[MiniBatch, Array]
-) -> tuple[Array, Any, _Seen]:
+def _accumulated(share: Share, params: Any, parts: Part) -> tuple[Array, Any, Seen]:
     """Sum of the losses and gradients of the parts, and what each has seen, stacked."""
     value_and_grad = jax.value_and_grad(share, has_aux=True)
     if len(parts[1]) == 1:
         (loss, seen), grads = value_and_grad(params, jax.tree.map(lambda x: x[0], parts))
         return loss, grads, jax.tree.map(lambda x: x[None], seen)
 
-    def add(total: tuple[Array, Any], part: tuple[MiniBatch, Array]) -> tuple[tuple[Array, Any], _Seen]:
+    def add(total: tuple[Array, Any], part: Part) -> tuple[tuple[Array, Any], Seen]:
         (loss, seen), grads = value_and_grad(params, part)
         return jax.tree.map(jnp.add, total, (loss, grads)), seen
 
@@ -133,7 +151,7 @@ def _accumulated(
     return loss, grads, seen
 
 
-def _split(parts: tuple[MiniBatch, Array], count: int) -> tuple[MiniBatch, Array]:
+def _split(parts: Part, count: int) -> Part:
     """Rows dealt out to `count` parts, (B, ...) to (count, rows, ...); what is missing are rows without a response.
 
     They are dealt like cards, so that on a mesh that shards rows every part lies on all devices.
@@ -153,8 +171,8 @@ def _joined(x: Array, batch: MiniBatch) -> Array:
     return jnp.reshape(jnp.swapaxes(x, 0, 1), (-1, *x.shape[2:]))[: len(batch.rewards)]
 
 
-def _tokens(batch: MiniBatch, advantages_B: Array, logprobs_BT: Array) -> Tokens:
-    return prepare(
+def _tokens(spec: UpdateSpec, batch: MiniBatch, advantages_B: Array, logprobs_BT: Array) -> Tokens:
+    return spec.objective.tokens(
         logprobs_BT,
         batch.behavior_logprobs,
         advantages_B[:, None],
@@ -187,9 +205,8 @@ def policy_logprobs(params: Any, spec: UpdateSpec, batch: MiniBatch) -> tuple[Ar
     )
 
 
-def _batch_metrics(spec: UpdateSpec, batch: MiniBatch) -> dict[str, Array]:
-    groups = jnp.reshape(batch.rewards, (-1, spec.group_size))
-    silent = jnp.all(groups == groups[:, :1], axis=1)
+def _batch_metrics(spec: UpdateSpec, batch: MiniBatch, advantages_B: Array) -> dict[str, Array]:
+    silent = jnp.all(jnp.reshape(advantages_B, (-1, spec.group_size)) == 0.0, axis=1)
     return {
         "reward_mean": jnp.mean(batch.rewards),
         "response_length_mean": jnp.sum(batch.response_mask, dtype=jnp.float32) / batch.rewards.shape[0],

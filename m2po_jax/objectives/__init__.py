@@ -97,19 +97,25 @@ def get(name: str, **hyperparameters: Any) -> Objective:
 def _checked(key: str, kind: Any, value: Any) -> Value:
     """The value as its field's type; ConfigError where it is none."""
     if choices := get_args(kind):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ConfigError(f"objective.{key} is {value!r}: use one of {', '.join(choices)}")
-        return str(value)
+        return value
     if kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"objective.{key} is {value!r}: use True or False")
         return value
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise ConfigError(f"objective.{key} is {value!r}: use a finite number")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"objective.{key} is {value!r}: use a finite Python number")
+    return number
 
 
 def _definition(name: str) -> Definition:
+    if not isinstance(name, str):
+        raise ConfigError(f"the name of an objective is a string, not {name!r} (known: {', '.join(OBJECTIVES)})")
     if name not in OBJECTIVES:
         raise ConfigError(_unknown("there is no objective", name, OBJECTIVES))
     return OBJECTIVES[name]

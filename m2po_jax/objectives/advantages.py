@@ -5,9 +5,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from beartype import beartype
-from jaxtyping import Array, Float, Int, Real, jaxtyped
+from jaxtyping import Array, Float, Int, Real
 
+from m2po_jax.objectives.checks import checked
 from m2po_jax.objectives.masks import as_float32
 
 Normalization = Literal["std", "none"]
@@ -16,7 +16,7 @@ STD_EPSILON = 1e-6
 """Added to the sample standard deviation."""
 
 
-@jaxtyped(typechecker=beartype)
+@checked
 def group_advantages(
     rewards: Real[Array | np.ndarray, "B"],
     *,
@@ -56,8 +56,10 @@ def _segments(count: int, group_size: int | None, group_ids: Array | np.ndarray 
     """Group of each response as an integer in [0, B)."""
     if (group_size is None) == (group_ids is None):
         raise ValueError("give exactly one of group_size and group_ids")
+    if isinstance(group_ids, np.ndarray):  # may hold 64 bits, which JAX would cut to 32
+        return jnp.asarray(np.unique(group_ids, return_inverse=True)[1].astype(np.int32))
     if group_ids is not None:
-        return jnp.unique(jnp.asarray(group_ids), return_inverse=True, size=count)[1]
+        return jnp.unique(group_ids, return_inverse=True, size=count)[1]
     assert group_size is not None
     if group_size < 1 or count % group_size:
         raise ValueError(f"group_size {group_size} does not divide the {count} rewards")
@@ -84,7 +86,7 @@ def _all_equal(x_B: Array, segments_B: Array) -> Array:
     return (largest == smallest)[segments_B]
 
 
-@jaxtyped(typechecker=beartype)
+@checked
 def overlong_penalty(lengths: Real[Array | np.ndarray, "B"], max_tokens: int, cache: int) -> Float[Array, "B"]:
     """What a long response loses of its reward: 0 up to `max_tokens - cache`, falling linearly to -1 at `max_tokens`.
 
@@ -94,5 +96,10 @@ def overlong_penalty(lengths: Real[Array | np.ndarray, "B"], max_tokens: int, ca
       lengths: (B,) response tokens.
       max_tokens: longest response allowed.
       cache: tokens before it over which the penalty grows; 1 or more.
+
+    Raises:
+      ValueError: a cache below 1.
     """
+    if cache < 1:
+        raise ValueError(f"cache is {cache}: use 1 token or more")
     return jnp.clip(((max_tokens - cache) - as_float32(lengths)) / cache, -1.0, 0.0)

@@ -9,9 +9,10 @@ of DAPO (arXiv 2503.14476, equation 8), of GRPO (arXiv 2402.03300, equation 3) a
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
+import tyro
 from jaxtyping import Array, Float
 
 from m2po_jax.config import ConfigError
@@ -19,6 +20,7 @@ from m2po_jax.objectives.tokens import MAX_EXPONENT, Counts, response_lengths
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant_sum"]
 Estimator = Literal["k1", "k2", "k3"]
+MaskScope = Literal["minibatch", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class LossConfig:
 
     aggregation: Aggregation = "token_mean"
     """How the losses of tokens become one."""
-    length_constant: float = 1.0
-    """Stands for the response length in `constant_sum`; a run takes `sampling.max_new_tokens`."""
+    length_constant: Annotated[float, tyro.conf.Suppress] = 1.0
+    """Stands for the response length in `constant_sum`."""
     kl_coefficient: float = 0.0
     """Weight of the KL penalty towards the reference policy (the base policy in a run); 0 for none, as in the paper."""
     kl_estimator: Estimator = "k3"
@@ -39,6 +41,21 @@ class LossConfig:
             raise ConfigError(f"objective.length_constant is {self.length_constant}: use a positive number")
         if not self.kl_coefficient >= 0.0:
             raise ConfigError(f"objective.kl_coefficient is {self.kl_coefficient}: use 0 or more")
+
+
+@dataclass(frozen=True)
+class MaskConfig(LossConfig):
+    """What the objectives with a second-moment mask can be told."""
+
+    threshold: float = 0.04
+    """tau, the bound on the mean second moment of what is kept; 0.04 in all of the paper's experiments."""
+    mask_scope: MaskScope = "minibatch"
+    """The tokens that one mask looks at: all of an update's, or each micro-batch's own, as in the authors' code."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.threshold >= 0.0:
+            raise ConfigError(f"objective.threshold is {self.threshold}: the second-moment threshold is 0 or more")
 
 
 def token_weights(config: LossConfig, response_mask: Array, counts: Counts) -> Float[Array, "B 1"]:

@@ -280,8 +280,9 @@ def _reduced(
 
 def _digit_sums(x_BT: Array) -> Int[Array, "3"]:
     """Sum of digits in base 2^10, as the sums of three digits of its rows; the last is signed."""
-    rows = x_BT.sum(axis=1)
-    return jnp.stack([_digit(rows, 0).sum(), _digit(rows, _DIGIT).sum(), (rows >> (2 * _DIGIT)).sum()])
+    rows = x_BT.sum(axis=1, dtype=jnp.int32)
+    parts = (_digit(rows, 0), _digit(rows, _DIGIT), rows >> (2 * _DIGIT))
+    return jnp.stack([part.sum(dtype=jnp.int32) for part in parts])
 
 
 def _digit(word: Array, shift: int) -> Array:

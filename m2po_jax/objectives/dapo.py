@@ -1,4 +1,4 @@
-"""DAPO: clip-higher, and responses that were cut by length train nothing (arXiv 2503.14476).
+"""DAPO: clip-higher, and no policy gradient from responses that were cut by length (arXiv 2503.14476).
 
     J = 1 / (number of tokens) * sum_t finished_t min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t)
 

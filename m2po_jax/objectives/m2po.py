@@ -10,31 +10,17 @@ and the rest is per token.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import jax.numpy as jnp
 
-from m2po_jax.config import ConfigError
-from m2po_jax.objectives.aggregation import LossConfig
+from m2po_jax.objectives.aggregation import MaskConfig
 from m2po_jax.objectives.cutoffs import Cut, mask_cut
 from m2po_jax.objectives.tokens import TokenLoss, Tokens, policy_gradient_loss, second_moment_of, trust_region_of
 
-MaskScope = Literal["minibatch", "microbatch"]
-
 
 @dataclass(frozen=True)
-class M2POConfig(LossConfig):
+class M2POConfig(MaskConfig):
     """Hyperparameters of `m2po` and `m2po_clip`."""
-
-    threshold: float = 0.04
-    """tau, the bound on the mean second moment of the trust region; 0.04 in all of the paper's experiments."""
-    mask_scope: MaskScope = "minibatch"
-    """The tokens that one mask looks at: all of an update's, or each micro-batch's own, as in the authors' code."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.threshold >= 0.0:
-            raise ConfigError(f"objective.threshold is {self.threshold}: the second-moment threshold is 0 or more")
 
 
 def statistics(config: M2POConfig, tokens: Tokens) -> Cut:

@@ -17,28 +17,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from m2po_jax.config import ConfigError
+from m2po_jax.objectives.aggregation import MaskConfig
 from m2po_jax.objectives.clipping import ClipConfig, clipped_loss
 from m2po_jax.objectives.cutoffs import Cut, mask_cut_strict
-from m2po_jax.objectives.m2po import MaskScope
 from m2po_jax.objectives.masks import second_moment
 from m2po_jax.objectives.tokens import TokenLoss, Tokens, ratio_of
 
 
 @dataclass(frozen=True)
-class M2POAllTokensConfig(ClipConfig):
+class M2POAllTokensConfig(ClipConfig, MaskConfig):
     """Hyperparameters of `m2po_all_tokens`."""
 
-    threshold: float = 0.04
-    """tau, below which the mean second moment over the kept tokens is brought."""
-    mask_scope: MaskScope = "minibatch"
-    """The tokens that one mask looks at: all of an update's, or each micro-batch's own."""
     denominator: Literal["all", "kept"] = "all"
     """Tokens that the token mean counts: all response tokens, or those that the mask keeps, as in AReaL's code."""
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.threshold >= 0.0:
-            raise ConfigError(f"objective.threshold is {self.threshold}: the second-moment threshold is 0 or more")
         if self.denominator == "kept" and self.aggregation != "token_mean":
             raise ConfigError(f"objective.denominator kept goes with aggregation token_mean, not {self.aggregation}")
 

@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from beartype import beartype
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, jaxtyped
+from jaxtyping import Array, Bool, Float
 
+from m2po_jax.objectives.checks import checked
 from m2po_jax.objectives.cutoffs import SECOND_MOMENT_LIMIT, mask_cut
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
-@jaxtyped(typechecker=beartype)
+@checked
 def second_moment_mask(
     log_ratio: Float[Array | np.ndarray, "B T"],
     advantages: Float[Array | np.ndarray, "B #T"],
@@ -68,8 +68,10 @@ def second_moment(log_ratio_BT: Array) -> Float[Array, "B T"]:
 
 def checked_threshold(threshold: ArrayLike) -> Float[Array, ""]:
     """The threshold as a float32 scalar; ValueError where it is known to be negative or NaN."""
-    if not isinstance(threshold, jax.core.Tracer) and not bool(np.all(np.asarray(threshold) >= 0.0)):
-        raise ValueError(f"threshold is {threshold}: the second-moment threshold is 0 or more")
+    if not isinstance(threshold, jax.core.Tracer):
+        array = np.asarray(threshold)
+        if array.dtype.kind not in "fiuV" or not bool(np.all(array.astype(np.float64) >= 0.0)):
+            raise ValueError(f"threshold is {threshold}: the second-moment threshold is a number, 0 or more")
     scalar = as_float32(threshold)
     if scalar.ndim:
         raise ValueError(f"threshold has shape {scalar.shape}: use a scalar")

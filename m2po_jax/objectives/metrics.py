@@ -5,7 +5,7 @@ finite log-probs unless said otherwise, r is policy over behaviour, and T are th
 
 loss                      the objective's loss
 tokens                    response tokens
-masked_frac               share of response tokens whose gradient a mask or an active clip drops
+masked_frac               share of response tokens whose policy gradient a mask or an active clip drops
 eps_clipped_frac          share of response tokens that PPO's clip at 0.2 would drop
 trust_region_frac         share of response tokens in T
 m2_all, m2_trust_region, m2_kept    mean of (log r)^2 over all tokens, over T, over the kept tokens of T
@@ -20,7 +20,7 @@ nonfinite_policy, nonfinite_behavior, ...      response tokens whose log-prob un
 all_masked                1 when there are response tokens and none is kept
 advantage_mean, advantage_std                  over response tokens
 no_signal_frac            share of responses whose advantage is 0
-reference_kl              mean of the k3 estimate of KL(policy || reference), where reference log-probs are given
+reference_kl              mean of the k3 estimate of KL(policy || reference), where the objective has a KL penalty
 log_ratio_histogram       (A, 3, 31) tokens by age (AGE_EDGES), sign of the advantage (-, 0, +) and log r
                           (histogram.LOG_RATIO_EDGES); A is 1 where no ages are given
 with entropies given:
@@ -161,15 +161,18 @@ def _of_entropy(c: _Columns, entropy: Array) -> tuple[dict[str, Array], dict[str
 
 def _of_distribution(c: _Columns, staleness: Array | np.ndarray | None) -> Metrics:
     rows, age_count = c.log_ratio.shape[0], 1 if staleness is None else len(AGE_EDGES) + 1
-    ages_B1 = jnp.zeros((rows, 1), jnp.int32) if staleness is None else _age_bins(jnp.asarray(staleness))
+    ages_B1 = jnp.zeros((rows, 1), jnp.int32) if staleness is None else _age_bins(staleness)
     fine = fine_histogram(c.log_ratio, c.advantages, c.usable, ages_B1, age_count)
     empty = jnp.sum(fine, dtype=jnp.int32) == 0
     levels = jnp.where(empty, 0.0, ratio_of(quantiles(fine, tuple(QUANTILES.values()))))
     return {"log_ratio_histogram": coarse(fine).astype(jnp.float32), **dict(zip(QUANTILES, levels, strict=True))}
 
 
-def _age_bins(staleness_B: Array) -> Array:
-    return jnp.sum(staleness_B[:, None] >= jnp.asarray(AGE_EDGES)[None, :], axis=1, keepdims=True, dtype=jnp.int32)
+def _age_bins(staleness_B: Array | np.ndarray) -> Array:
+    if isinstance(staleness_B, np.ndarray):  # may hold 64 bits, which JAX would cut to 32
+        staleness_B = np.clip(staleness_B, 0, AGE_EDGES[-1])
+    ages_B = jnp.asarray(staleness_B).astype(jnp.int32)
+    return jnp.sum(ages_B[:, None] >= jnp.asarray(AGE_EDGES)[None, :], axis=1, keepdims=True, dtype=jnp.int32)
 
 
 def _of_advantages(c: _Columns) -> Metrics:
@@ -196,12 +199,14 @@ def _row_sums(x: Array, mask_BT: Array, lengths_B: Array) -> Array:
 
 def _finished(totals: Totals) -> Metrics:
     """The divisions, once, after everything has been added up."""
-    s = {name: x.astype(jnp.float32) for name, x in totals.counts.items()} | totals.sums
+    counts = totals.counts
+    counts |= {name: counts["tokens"] - counts[kept] for name, kept in (("masked", "kept"), ("nonfinite", "usable"))}
+    s = {name: x.astype(jnp.float32) for name, x in counts.items()} | totals.sums
     most = {name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in totals.maxima.items()}
     n, usable = s["tokens"], s["usable"]
     found = {
         "tokens": n,
-        "masked_frac": _divide(n - s["kept"], n),
+        "masked_frac": _divide(s["masked"], n),
         "eps_clipped_frac": _divide(s["eps_clipped"], n),
         "trust_region_frac": _divide(s["trust_region"], n),
         "m2_all": _divide(s["m2_all"], usable),
@@ -216,7 +221,7 @@ def _finished(totals: Totals) -> Metrics:
         "ess": _divide(s["ratio"], usable) * _divide(s["ratio"], s["ratio_squared"]),
         "chi2": _divide(s["chi2"], usable),
         "saturated_frac": _divide(s["saturated"], n),
-        "nonfinite_tokens": n - usable,
+        "nonfinite_tokens": s["nonfinite"],
         "all_masked": ((n > 0.0) & (s["kept"] == 0.0)).astype(jnp.float32),
     }
     if "entropy_kept" in s:

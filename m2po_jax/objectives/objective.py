@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from beartype import beartype
-from jaxtyping import Array, Bool, Float, Int, jaxtyped
+from jaxtyping import Array, Bool, Float, Integer
 
 from m2po_jax.objectives.advantages import Normalization
-from m2po_jax.objectives.aggregation import LossConfig, kl_penalty, token_weights
+from m2po_jax.objectives.aggregation import LossConfig, MaskConfig, kl_penalty, token_weights
+from m2po_jax.objectives.checks import checked
 from m2po_jax.objectives.metrics import Metrics, measure
 from m2po_jax.objectives.tokens import Counts, TokenLoss, Tokens, counts_of, prepare
 
 Floats_BT = Float[Array | np.ndarray, "B T"]
-Ints_B = Int[Array | np.ndarray, "B"]
+Ints_B = Integer[Array | np.ndarray, "B"]
 
 
 def no_statistics(config: Any, tokens: Tokens) -> tuple[()]:
@@ -50,7 +50,7 @@ class Objective:
     config: Any
     definition: Definition
 
-    @jaxtyped(typechecker=beartype)
+    @checked
     def __call__(
         self,
         policy_logprobs: Floats_BT,
@@ -85,7 +85,7 @@ class Objective:
           TypeError: a shape or dtype is wrong; the message names the argument.
           ValueError: a KL penalty without `reference_logprobs`.
         """
-        tokens = prepare(
+        tokens = self.tokens(
             policy_logprobs,
             behavior_logprobs,
             advantages,
@@ -97,11 +97,42 @@ class Objective:
         loss, kept_BT = self.partial_loss(tokens, self.statistics(tokens), counts_of(tokens))
         return loss, measure(tokens, kept_BT, loss, entropy=entropy, staleness=staleness)
 
+    def tokens(
+        self,
+        policy_logprobs: Any,
+        behavior_logprobs: Any,
+        advantages: Any,
+        response_mask: Any,
+        *,
+        proximal_logprobs: Any = None,
+        reference_logprobs: Any = None,
+        finish_reason: Any = None,
+    ) -> Tokens:
+        """The batch as this objective sees it: without the log-probs that it has no use for.
+
+        Arguments as for a call. Raises ValueError for a KL penalty without `reference_logprobs`.
+        """
+        has_penalty = self.config.kl_coefficient > 0.0
+        if has_penalty and reference_logprobs is None:
+            raise ValueError(
+                f"objective {self.name} has kl_coefficient {self.config.kl_coefficient:g}, and so needs"
+                " reference_logprobs of shape (B, T)"
+            )
+        return prepare(
+            policy_logprobs,
+            behavior_logprobs,
+            advantages,
+            response_mask,
+            proximal_logprobs=proximal_logprobs if self.definition.proximal else None,
+            reference_logprobs=reference_logprobs if has_penalty else None,
+            finish_reason=finish_reason,
+        )
+
     @property
     def needs_whole_batch(self) -> bool:
         """Whether a token's loss depends on the whole optimiser batch, so that parts need its statistics first."""
-        scope: Literal["minibatch", "microbatch"] = getattr(self.config, "mask_scope", "minibatch")
-        return self.definition.statistics is not no_statistics and scope == "minibatch"
+        by_parts = isinstance(self.config, MaskConfig) and self.config.mask_scope == "microbatch"
+        return self.definition.statistics is not no_statistics and not by_parts
 
     def statistics(self, tokens: Tokens) -> Any:
         """Statistics of the whole optimiser batch (a pytree, constant for the gradient)."""
@@ -110,15 +141,10 @@ class Objective:
     def token_loss(self, tokens: Tokens, statistics: Any) -> TokenLoss:
         """Loss of each token with its KL penalty, and what is kept."""
         loss_BT, kept_BT = self.definition.token_loss(self.config, tokens, statistics)
-        if not self.config.kl_coefficient:
-            return TokenLoss(loss_BT, kept_BT)
         if tokens.reference_log_ratio is None:
-            raise ValueError(
-                f"objective {self.name} has kl_coefficient {self.config.kl_coefficient}, and so needs"
-                " reference_logprobs of shape (B, T)"
-            )
-        penalty_BT = kl_penalty(self.config.kl_estimator, tokens.reference_log_ratio)
-        return TokenLoss(loss_BT + jnp.where(tokens.usable, self.config.kl_coefficient * penalty_BT, 0.0), kept_BT)
+            return TokenLoss(loss_BT, kept_BT)
+        penalty_BT = self.config.kl_coefficient * kl_penalty(self.config.kl_estimator, tokens.reference_log_ratio)
+        return TokenLoss(loss_BT + jnp.where(tokens.usable, penalty_BT, 0.0), kept_BT)
 
     def partial_loss(self, tokens: Tokens, statistics: Any, counts: Counts) -> tuple[Array, Array]:
         """The share of the loss of one part of the batch, and what of it is kept, (B, T).
@@ -132,7 +158,7 @@ class Objective:
         weights_B1 = token_weights(self.config, tokens.response_mask, counts)
         return jnp.sum(weights_B1[:, 0] * jnp.sum(loss_BT, axis=1)), kept_BT
 
-    @jaxtyped(typechecker=beartype)
+    @checked
     def kept(
         self,
         policy_logprobs: Floats_BT,
@@ -145,7 +171,7 @@ class Objective:
         finish_reason: Ints_B | Bool[Array | np.ndarray, "B"] | None = None,
     ) -> Bool[Array, "B T"]:
         """True where the token's gradient passes: a response token, not masked and not on the active clip branch."""
-        tokens = prepare(
+        tokens = self.tokens(
             policy_logprobs,
             behavior_logprobs,
             advantages,

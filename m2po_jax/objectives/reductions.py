@@ -39,7 +39,8 @@ def over_columns(reduce: Callable[[Columns], Totals], columns: Columns) -> Total
       reduce: from a block of columns to its reductions by rows, (B, ...).
       columns: pytree of (B, T) arrays, or (B, 1) for one value a row.
     """
-    rows, width = max((x.shape for x in jax.tree.leaves(columns)), key=lambda shape: shape[1])
+    rows, widths = len(jax.tree.leaves(columns)[0]), {x.shape[1] for x in jax.tree.leaves(columns)}
+    width = max(widths) if min(widths) else 0
     fewest, most = _BLOCK_COLUMNS
     block = min(max(_BLOCK_TOKENS // max(rows, 1), fewest), most)
     whole, rest = divmod(width, block)

@@ -44,7 +44,10 @@ class TokenLoss(NamedTuple):
     loss: Float[Array, "B T"]
     """To be aggregated and minimised; 0 off the usable tokens."""
     kept: Bool[Array, "B T"]
-    """True where the gradient passes: a usable token, not masked and not on the active branch of a clip."""
+    """True where the policy gradient passes: a usable token, not masked and not on the active branch of a clip.
+
+    The gradient of a KL penalty passes everywhere; that of a ratio is 0 beyond the clamp of its exponent.
+    """
 
 
 class Counts(NamedTuple):
@@ -114,17 +117,18 @@ def _masked_advantages(advantages: ArrayLike, mask_BT: Array) -> Array:
 def _truncated(finish_reason: ArrayLike | None, rows: int) -> Array:
     if finish_reason is None:
         return jnp.zeros((rows, 1), bool)
-    return jnp.reshape(jnp.asarray(finish_reason).astype(jnp.int32) == 1, (rows, 1))
+    cut = finish_reason if jnp.result_type(finish_reason) == jnp.bool_ else finish_reason == 1
+    return jnp.reshape(jnp.asarray(cut), (rows, 1))
 
 
 def ratio_of(log_ratio: Array) -> Array:
     """exp(log ratio) with the exponent clamped to +-MAX_EXPONENT; the gradient is 0 at the clamp and beyond."""
-    return jnp.exp(lax.clamp(-MAX_EXPONENT, log_ratio, MAX_EXPONENT))
+    return jnp.exp(lax.clamp(jnp.float32(-MAX_EXPONENT), log_ratio, jnp.float32(MAX_EXPONENT)))
 
 
 def ratio_minus_one_of(log_ratio: Array) -> Array:
     """exp(log ratio) - 1 without cancellation, clamped as `ratio_of`."""
-    return jnp.expm1(lax.clamp(-MAX_EXPONENT, log_ratio, MAX_EXPONENT))
+    return jnp.expm1(lax.clamp(jnp.float32(-MAX_EXPONENT), log_ratio, jnp.float32(MAX_EXPONENT)))
 
 
 def trust_region_of(tokens: Tokens) -> Bool[Array, "B T"]:

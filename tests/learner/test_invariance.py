@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from m2po_jax import objectives
+from m2po_jax.learner.diagnostics import token_view
 from m2po_jax.learner.update import MiniBatch, loss_and_gradient, make_score
 from tests.learner import batches
 from tests.learner.batches import mini_batch
@@ -160,3 +161,13 @@ def test_an_update_of_a_sharded_batch_moves_no_tokens_between_devices():
     moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
     assert all(np.prod([int(x) for x in shape.split(",") if x]) <= len(batch.rewards) for shape in moved)
     assert " all-reduce(" in text and not re.search(r"\bsort\(%", text)
+
+
+@pytest.mark.parametrize("scope", ["minibatch", "microbatch"])
+def test_diagnostics_show_what_the_update_keeps(scope):
+    spec = batches.spec("m2po", micro_batches=4, mask_scope=scope)
+    view = token_view(batches.params(), spec, whole_batch())
+    _, _, metrics = run("m2po", whole_batch(), "1", 4, mask_scope=scope)
+    dropped = (whole_batch().response_mask & ~np.asarray(view["kept"])).sum()
+    assert dropped > 0
+    assert metrics["masked_frac"] == pytest.approx(dropped / whole_batch().response_mask.sum())

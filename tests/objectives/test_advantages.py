@@ -115,3 +115,9 @@ def test_groups_do_not_see_each_other():
 def test_an_empty_batch_has_no_advantages():
     assert group_advantages(np.zeros(0, np.float32), group_size=4).shape == (0,)
     assert group_advantages(np.zeros(0, np.float32), group_ids=np.zeros(0, np.int32)).shape == (0,)
+
+
+@pytest.mark.parametrize("ids", [[2**33, 0, 2**33, 0], [1, 1 + 2**32, 1, 1 + 2**32], [-5, 2**62, -5, 2**62]])
+def test_group_ids_of_64_bits_are_not_cut(ids):
+    found = group_advantages(np.array([1.0, 0.0, 3.0, 4.0]), group_ids=np.array(ids), normalize="none")
+    np.testing.assert_array_equal(found, [-1.0, -2.0, 1.0, 2.0])

@@ -21,7 +21,7 @@ K1, K2, K3 = ({"kl_coefficient": 0.1, "kl_estimator": estimator} for estimator i
 SETTINGS = {
     "m2po": ({}, {"threshold": 0.5}, {"threshold": 0.0} | SEQUENCE | K1),
     "m2po_clip": ({}, {"threshold": 0.0}, {"threshold": 0.5} | CONSTANT | K2),
-    "m2po_all_tokens": ({}, {"threshold": 0.5, "denominator": "kept"}, {"threshold": 0.2} | SEQUENCE | K3),
+    "m2po_all_tokens": ({}, {"threshold": 0.5, "denominator": "kept"} | K1, {"threshold": 0.2} | SEQUENCE | K3),
     "grpo": ({}, {"epsilon_low": 0.0, "epsilon_high": 0.28} | CONSTANT, SEQUENCE | K1),
     "grpo_no_tr": ({}, SEQUENCE, CONSTANT | K3),
     "gspo": ({}, {"epsilon_high": 0.3} | TOKEN, {"epsilon_low": 0.1, "epsilon_high": 0.2} | CONSTANT | K2),
@@ -275,7 +275,8 @@ def test_the_public_call_with_and_without_jit_is_its_pieces(name):
     (loss, metrics), gradient = jax.value_and_grad(call, has_aux=True)(batch["policy_logprobs"])
     np.testing.assert_allclose(loss, expected.loss, rtol=1e-5)
     np.testing.assert_allclose(gradient, expected.gradient, rtol=1e-5, atol=1e-8)
-    assert metrics.keys() == expected_metrics.keys()
+    unused = set() if objective.definition.proximal else {"nonfinite_proximal"}
+    assert metrics.keys() == expected_metrics.keys() - unused - {"nonfinite_reference", "reference_kl"}
     for key, value in metrics.items():
         np.testing.assert_allclose(value, expected_metrics[key], rtol=1e-5, atol=1e-7, err_msg=key)
     np.testing.assert_array_equal(objective.kept(**arguments), expected.kept)
@@ -462,11 +463,20 @@ def test_equal_rewards_give_exactly_nothing(name):
 
 
 @every_objective
-def test_kept_knows_of_missing_reference_log_probs(name):
-    """The loss drops such a token."""
+def test_a_missing_log_prob_drops_the_token_where_it_is_used_alone(name):
+    """Of the reference with a KL penalty, of the proximal policy for the objectives that have one."""
     batch = without_measurements(full_batch(13))
     batch["response_mask"][:] = True
-    batch["reference_logprobs"][1, 2] = np.nan
-    kept = np.asarray(jitted_outcome(objectives.get(name), batch).kept)
-    assert not kept[1, 2]
-    np.testing.assert_array_equal(objectives.get(name).kept(**batch), kept)
+    wide = {"epsilon_low": 0.9, "epsilon_high": 9.0} if name == "gspo" else {}
+    whole = np.asarray(objectives.get(name, **wide).kept(**batch))
+    assert whole.any()
+    for policy, uses in (("reference", {"kl_coefficient": 0.1}), ("proximal", {})):
+        broken = batch | {f"{policy}_logprobs": batch[f"{policy}_logprobs"].copy()}
+        token = tuple(np.argwhere(whole)[0])
+        broken[f"{policy}_logprobs"][token] = np.nan
+        used = bool(uses) or objectives.get(name).definition.proximal
+        assert objectives.get(name, **uses, **wide).kept(**broken)[token] == (not used)
+        _, metrics = objectives.get(name, **uses, **wide)(**broken)
+        assert metrics["nonfinite_tokens"] == float(used)
+        if policy == "reference":
+            np.testing.assert_array_equal(objectives.get(name, **wide).kept(**broken), whole)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtyping import TypeCheckError
 
 from m2po_jax.objectives import second_moment_mask
 from m2po_jax.objectives.masks import trust_region
@@ -231,6 +230,8 @@ def test_wrong_shapes_and_dtypes_are_refused_by_name(argument, value):
         "response_mask": jnp.ones((2, 3), bool),
     }
     assert second_moment_mask(**arguments, threshold=0.04).all()
-    with pytest.raises(TypeCheckError, match="log_ratio|advantages|response_mask") as error:
+    with pytest.raises(TypeError, match="log_ratio|advantages|response_mask") as error:
         jax.eval_shape(lambda: second_moment_mask(**(arguments | {argument: value}), threshold=0.04))
-    assert str(list(value.shape)).replace(" ", "") in str(error.value)
+    # The first of two arrays that do not fit each other gives the sizes.
+    said = str(error.value)
+    assert "\n" not in said and (str(list(value.shape)).replace(" ", "") in said or f"T = {value.shape[-1]}" in said)
