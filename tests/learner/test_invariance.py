@@ -17,7 +17,7 @@ from tests.learner.batches import mini_batch
 MESHES = {"1": (1, 1), "2": (2, 1), "8": (8, 1), "2x2": (2, 2)}
 """Devices along the axis that shards rows, and along the one that shards parameters."""
 MICRO_BATCHES = (1, 2, 4, 7)
-FAST = ("m2po", "m2po_all_tokens")
+FAST = ("m2po",)
 EXACT = ("tokens", "log_ratio_histogram", "tokens_by_ratio", "masked_frac", "trust_region_frac", "eps_clipped_frac")
 jitted = jax.jit(loss_and_gradient, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
 """Dozens of programs: what is saved is compilation."""
@@ -138,6 +138,7 @@ def test_aggregations_and_penalties_are_the_same_in_micro_batches(name, aggregat
     assert_same(run(name, reordered(whole_batch()), "2x2", 4, **told), expected(name, **told))
 
 
+@pytest.mark.slow
 def test_a_denominator_of_kept_tokens_is_that_of_the_whole():
     told = {"denominator": "kept", "threshold": 0.02}
     found = run("m2po_all_tokens", whole_batch(), "2", 4, **told)
@@ -146,6 +147,7 @@ def test_a_denominator_of_kept_tokens_is_that_of_the_whole():
     assert norm(found[1]) > 1.05 * norm(everything[1])
 
 
+@pytest.mark.slow
 def test_a_mask_of_each_micro_batch_is_another_mask():
     """As in the authors' code: its own threshold for each part, and so a gradient that depends on the cut."""
     whole = expected("m2po")
@@ -163,6 +165,7 @@ def test_an_update_of_a_sharded_batch_moves_no_tokens_between_devices():
     assert " all-reduce(" in text and not re.search(r"\bsort\(%", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["minibatch", "microbatch"])
 def test_diagnostics_show_what_the_update_keeps(scope):
     spec = batches.spec("m2po", micro_batches=4, mask_scope=scope)

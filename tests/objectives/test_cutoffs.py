@@ -123,6 +123,7 @@ def near_miss(size):
     return (v * UNIT).astype(np.float32), np.float32(tau * UNIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1024, 1024), (1, 2**20), (2**19, 2)])
 def test_a_mean_that_meets_the_threshold_in_a_million_tokens(shape):
     """A sum above that by 2e-11 of it, or by 1e-38 in all, and the large value is masked."""
@@ -210,6 +211,7 @@ def test_squares_made_in_the_same_computation_are_rounded_first(rule, rng):
         assert ends(together) == exact_cut(rule, squared, members, threshold)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_vmap_over_batches_and_over_thresholds(rule, rng):
     v = (rng.normal(0.0, 0.3, (3, *SHAPE)) ** 2).astype(np.float32)

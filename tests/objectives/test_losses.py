@@ -35,7 +35,11 @@ SETTINGS = {
     "topr": ({}, {"cap": 0.7} | SEQUENCE, {"cap": 3.0} | CONSTANT | K2),
     "gmpo": ({}, {"clip_low": 0.0, "clip_high": 0.1} | TOKEN, {"clip_high": 1.0} | CONSTANT | K1),
 }
-every_objective = pytest.mark.parametrize("name", reference.NAMES)
+CORE = ("m2po", "grpo", "gspo", "decoupled_ppo")
+"""Objectives whose tests are in the fast tier; `make test` runs those of all."""
+every_objective = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in CORE else pytest.mark.slow) for name in reference.NAMES]
+)
 
 
 @every_objective

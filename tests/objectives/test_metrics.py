@@ -140,7 +140,7 @@ def test_the_kept_tokens_of_every_objective_make_its_shares(name):
     agree(metrics_of(arguments, kept, loss), expected)
 
 
-@pytest.mark.parametrize("width", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("width", [1, 127, *(pytest.param(wide, marks=pytest.mark.slow) for wide in (128, 129, 300))])
 def test_batches_wider_than_a_block_of_columns(width):
     arguments = full_batch(width, (3, width), spread=0.6, wide=width == 300)
     arguments["policy_logprobs"][1, width // 2] = np.nan
