@@ -1,7 +1,9 @@
 """Eight virtual CPU devices, strict arithmetic, reproducible examples: the same for every test of the package."""
 
+import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 USER_ENVIRONMENT = dict(os.environ)
 # Read when JAX first asks for its devices, so it is set before anything imports JAX.
@@ -20,6 +22,25 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("default", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+_MOST_MAPPINGS = 25_000
+"""Linux lets a process have 65,530 memory mappings by default, and every compiled program takes some for good."""
+_MAPPINGS = Path("/proc/self/maps")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop compiled programs before they use up what the system allows: the next compilation would crash."""
+    item.config.stash[_TESTS_RUN] = item.config.stash.get(_TESTS_RUN, 0) + 1
+    if item.config.stash[_TESTS_RUN] % 10 == 0 and _MAPPINGS.exists():
+        with _MAPPINGS.open("rb") as lines:
+            mappings = sum(1 for _ in lines)
+        if mappings > _MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+
+
+_TESTS_RUN = pytest.StashKey[int]()
 
 
 @pytest.fixture
