@@ -245,7 +245,7 @@ class LearnerConfig:
     updates_per_batch: int = 4
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
     micro_batches: int = 1
-    """Parts that a mini-batch is cut into to save memory; changes nothing but rounding."""
+    """Parts that a mini-batch is cut into to save memory; changes only rounding, unless masks are by micro-batch."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
     learning_rate: float = 6e-4

@@ -37,6 +37,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from m2po_jax.objectives.aggregation import kl_penalty
+from m2po_jax.objectives.clipping import ClipConfig, clip_branch
 from m2po_jax.objectives.histogram import coarse, fine_histogram, quantiles
 from m2po_jax.objectives.masks import as_float32, second_moment, trust_region
 from m2po_jax.objectives.reductions import Totals, over_columns, row_counts, row_max, row_sum
@@ -51,8 +52,6 @@ RATIO_EDGES = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 """Between the bins of |r - 1|; bins hold their lower edge, the last is open."""
 
 QUANTILES = {"ratio_p01": 10, "ratio_p50": 500, "ratio_p99": 990, "ratio_p999": 999}
-
-PPO_EPSILON = 0.2
 
 _BELOW_ONE = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
 
@@ -114,8 +113,7 @@ def _totals(c: _Columns) -> Totals:
 
 def _kinds(c: _Columns) -> dict[str, Array]:
     in_region = trust_region(c.log_ratio, c.advantages)
-    high, low = math.log1p(PPO_EPSILON), math.log1p(-PPO_EPSILON)
-    clipped = ((c.advantages > 0.0) & (c.log_ratio > high)) | ((c.advantages < 0.0) & (c.log_ratio < low))
+    clipped, _ = clip_branch(ClipConfig(), c.log_ratio, c.advantages)
     return {
         "tokens": c.response_mask,
         "usable": c.usable,
@@ -200,8 +198,8 @@ def _row_sums(x: Array, mask_BT: Array, lengths_B: Array) -> Array:
 def _finished(totals: Totals) -> Metrics:
     """The divisions, once, after everything has been added up."""
     counts = totals.counts
-    counts |= {name: counts["tokens"] - counts[kept] for name, kept in (("masked", "kept"), ("nonfinite", "usable"))}
-    s = {name: x.astype(jnp.float32) for name, x in counts.items()} | totals.sums
+    lost = {"masked": counts["tokens"] - counts["kept"], "nonfinite": counts["tokens"] - counts["usable"]}
+    s = {name: x.astype(jnp.float32) for name, x in (counts | lost).items()} | totals.sums
     most = {name: jnp.where(x == -jnp.inf, 0.0, x) for name, x in totals.maxima.items()}
     n, usable = s["tokens"], s["usable"]
     found = {
