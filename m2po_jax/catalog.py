@@ -2,13 +2,16 @@
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from m2po_jax import objectives
 from m2po_jax.config import Config, ConfigError, UserError, from_json
+from m2po_jax.models import huggingface
 from m2po_jax.rollouts import open_run
+from m2po_jax.tasks import questions_sha256
 
 
 def find_config(reference: str) -> Config:
@@ -71,6 +74,24 @@ def resolved(config: Config) -> Config:
         normalize_advantages=config.objective.normalize_advantages or objectives.normalization(name),
     )
     return replace(config, objective=objective)
+
+
+def with_sources(config: Config) -> Config:
+    """The same configuration with what its files say written in: the model's sizes, the digest of the questions.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+        ConfigError: the configuration says something else, such as the digest of other questions.
+    """
+    task = config.task
+    if task.name == "questions" and task.questions is not None:
+        digest = questions_sha256(task.questions)
+        if task.questions_sha256 not in (None, digest):
+            raise ConfigError(
+                f"{task.questions} is not what it was: its SHA-256 is {digest}, not task.questions_sha256"
+            )
+        task = replace(task, questions=os.path.abspath(task.questions), questions_sha256=digest)
+    return replace(config, task=task, model=huggingface.resolved(config.model))
 
 
 def with_objective(config: Config, name: str) -> Config:

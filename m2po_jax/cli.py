@@ -98,7 +98,7 @@ def train(arguments: list[str]) -> int:
     if objective := _flag(arguments, OBJECTIVE_FLAG):
         config = catalog.with_objective(config, objective)
     options = _train_options(config, arguments[1:] if reference else arguments)
-    options = dataclasses.replace(options, config=catalog.resolved(options.config))
+    options = dataclasses.replace(options, config=catalog.with_sources(catalog.resolved(options.config)))
     resumed = reference if reference and catalog.names_run(reference) else None
     return _train(options, options.run or resumed or f"runs/{options.config.name}")
 

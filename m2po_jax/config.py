@@ -32,14 +32,26 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Procedural addition: `7+5+9+3=` is answered with its running sums, `12,21,24`."""
+    """Prompts and what a right answer is: procedural addition, or the questions of a file."""
 
+    name: Literal["arithmetic", "questions"] = "arithmetic"
+    """`arithmetic`: `7+5+9+3=` is answered with its running sums, `12,21,24`; `questions`: those of task.questions."""
     min_operands: int = 4
-    """Fewest one-digit numbers in a prompt."""
+    """Arithmetic: fewest one-digit numbers in a prompt."""
     max_operands: int = 4
-    """Most one-digit numbers in a prompt; the chain has one step fewer."""
+    """Arithmetic: most one-digit numbers in a prompt; the chain has one step fewer."""
+    questions: str | None = None
+    """A JSON Lines file with `question` and `answer` in every line, such as GSM8K's; the last number is the answer."""
+    questions_sha256: str | None = None
+    """Digest of that file; filled in when a run is made, so that it is not resumed with other questions."""
     held_out_fraction: float = 0.25
     """Share of all prompts, chosen by hash, that training never draws."""
+    template: str = "{question}"
+    """What a model with a tokenizer of its own (model.source) is asked; `{question}` stands for the prompt."""
+    chat: bool = True
+    """Ask it in its chat template, as the user's message; False: plain text that the model goes on with."""
+    max_prompt_tokens: int = 256
+    """Longest prompt for such a model, chat template included; longer questions are left out, and counted."""
 
     def __post_init__(self):
         _require(self.min_operands >= 2, f"task.min_operands is {self.min_operands}: use 2 or more")
@@ -51,6 +63,8 @@ class TaskConfig:
             0.0 < self.held_out_fraction < 1.0,
             f"task.held_out_fraction is {self.held_out_fraction}: use a share between 0 and 1",
         )
+        _require("{question}" in self.template, f"task.template {self.template!r} has no {{question}} in it")
+        _require(self.max_prompt_tokens >= 1, f"task.max_prompt_tokens is {self.max_prompt_tokens}: use 1 or more")
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,8 @@ class ModelConfig:
     The defaults are a tiny Qwen3. Llama: neither `qk_norm` nor `qkv_bias`; Qwen2 and Qwen2.5: `qkv_bias` alone.
     """
 
+    source: str | None = None
+    """Hugging Face directory of the base policy and its tokenizer, in place of a warm start; it sets all sizes."""
     width: int = 64
     """Model width D."""
     layers: int = 2
@@ -371,9 +387,13 @@ class Config:
             f"objective.overlong_cache {self.objective.overlong_cache} is not below sampling.max_new_tokens"
             f" {self.sampling.max_new_tokens}",
         )
+        _require(
+            self.task.name != "questions" or (self.task.questions is not None and self.model.source is not None),
+            "the task questions needs a file, --task.questions FILE.jsonl, and a model, --model.source DIRECTORY",
+        )
         needed = sum(len(str(9 * terms)) + 1 for terms in range(2, self.task.max_operands + 1))
         _require(
-            self.sampling.max_new_tokens >= needed,
+            self.model.source is not None or self.sampling.max_new_tokens >= needed,
             f"sampling.max_new_tokens {self.sampling.max_new_tokens} is too short for"
             f" task.max_operands {self.task.max_operands}: use {needed} or more",
         )

@@ -25,7 +25,7 @@ from m2po_jax.learner.metrics import MetricsLog
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
 from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
-from m2po_jax.models import Transformer
+from m2po_jax.models import Transformer, huggingface
 from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
     BadShard,
@@ -51,7 +51,7 @@ from m2po_jax.rollouts import (
     write_batch_record,
     write_diagnostics,
 )
-from m2po_jax.tasks import ArithmeticTask, left_padded, right_padded
+from m2po_jax.tasks import ArithmeticTask, Task, left_padded, make_task, right_padded
 
 _ATTEMPTS = 3
 
@@ -67,12 +67,11 @@ class Outcome:
 class Lockstep:
     """The parts of one run, assembled once; `run` drives them."""
 
-    def __init__(self, store: Store, info: RunInfo, progress: Progress):
-        """Builds tokenizer, model, objective, generator and evaluator of the run's configuration."""
+    def __init__(self, store: Store, info: RunInfo, progress: Progress, task: Task, model: Transformer):
+        """Builds objective, generator and evaluator of the run's configuration around its task and model."""
         config = info.config
         self.store, self.config, self.progress = store, config, progress
-        self.task = ArithmeticTask(config.task)
-        self.model = Transformer(config.model, self.task.tokenizer.vocab_size)
+        self.task, self.model = task, model
         self.spec = UpdateSpec(
             self.model,
             objective_of(config),
@@ -99,23 +98,28 @@ class Lockstep:
         }
 
     def base_policy(self, base: str | None) -> None:
-        """Publish version 0 unless it is there: copied from another run with the same base, or warm-started."""
+        """Publish version 0 unless it is there: of another run with the same base, of a directory, or warm-started."""
         if 0 in weights.versions(self.store):
             return
         if base is not None:
             params, _ = weights.load(Store.open(base), 0, self.abstract_params)
             self.progress.note(f"base policy taken from {base}")
+        elif self.config.model.source is not None:
+            params = huggingface.load(self.config.model.source, self.config.model)
+            self.progress.note(f"base policy read from {self.config.model.source}")
         else:
-            config = self.config.warm_start
-            params = warm_start(
-                config,
-                self.model,
-                Streams.of(self.config.seed).parameters,
-                self._demonstrations,
-                lambda params, step: self.held_out.accuracy(params, step).value,
-                self._watch_warm_start,
-            )
+            params = self._warm_started()
         weights.publish(self.store, 0, params)
+
+    def _warm_started(self) -> Any:
+        return warm_start(
+            self.config.warm_start,
+            self.model,
+            Streams.of(self.config.seed).parameters,
+            self._demonstrations,
+            lambda params, step: self.held_out.accuracy(params, step).value,
+            self._watch_warm_start,
+        )
 
     def _watch_warm_start(self, step: int, accuracy: float) -> None:
         target = self.config.warm_start.target_accuracy
@@ -263,7 +267,7 @@ class Lockstep:
 
     def _diagnose(self, state: TrainState, batch: MiniBatch, rollouts: Rollouts, record: BatchRecord) -> None:
         view = token_view(state.params, self.spec, batch)
-        columns = token_columns(view, batch, rollouts, record, list(self.task.tokenizer.token_texts()))
+        columns = token_columns(view, batch, rollouts, record, self.task.tokenizer.token_text)
         write_diagnostics(self.store, record.version, columns)
 
     def _tensorboard(self) -> Path | None:
@@ -282,12 +286,13 @@ class Lockstep:
         return Cursor(version, *exactly(version, **self.delay_line))
 
     def _demonstrations(self, step: int) -> Demonstrations:
-        tokenizer, config = self.task.tokenizer, self.config.warm_start
-        worked = self.task.demonstrations(config.batch_size, config.slip_rate, (self.config.seed, step, 0, 0, 1))
-        prompts = [tokenizer.encode(problem.prompt) for problem, _ in worked]
-        answers = [[*tokenizer.encode(answer), tokenizer.eos_id] for _, answer in worked]
+        task, config = ArithmeticTask(self.config.task), self.config.warm_start
+        tokenizer = task.tokenizer
+        worked = task.demonstrations(config.batch_size, config.slip_rate, (self.config.seed, step, 0, 0, 1))
+        prompts = [tokenizer.prompt(problem.prompt) for problem, _ in worked]
+        answers = [[*tokenizer.prompt(answer), *tokenizer.stop_ids] for _, answer in worked]
         return (
-            *left_padded(prompts, self.task.max_prompt_tokens, tokenizer.pad_id),
+            *left_padded(prompts, task.max_prompt_tokens, tokenizer.pad_id),
             *right_padded(answers, self.config.sampling.max_new_tokens, tokenizer.pad_id),
         )
 
@@ -300,15 +305,15 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None)
     Raises:
         UserError: bad configuration, a run with another configuration, an unusable store.
     """
-    if base is not None:  # refused before the run directory is made
-        weights.read_digest(open_run(base)[0], 0)
+    _check_base(config, run, base)
     with _opened(config, run, progress) as lockstep:
         lockstep.base_policy(base)
         return lockstep.run()
 
 
 def make_base(config: Config, run: str, progress: Progress) -> None:
-    """Only make the run's base policy, version 0, by a warm start; raises as `train` does."""
+    """Only make the run's base policy, version 0; raises as `train` does."""
+    _check_base(config, run, None)
     with _opened(config, run, progress) as lockstep:
         lockstep.base_policy(None)
 
@@ -319,11 +324,28 @@ def objective_of(config: Config) -> objectives.Objective:
     return objectives.get(config.objective.name, length_constant=constant, **config.objective.hyperparameters)
 
 
+def _check_base(config: Config, run: str, base: str | None) -> None:
+    """Raises UserError if the base policy of a new run is not where it should come from."""
+    if base is not None:
+        weights.read_digest(open_run(base)[0], 0)
+    elif config.model.source is not None:
+        try:
+            open_run(run)
+        except UserError:  # a new run
+            huggingface.check(config.model.source, config.model)
+
+
 @contextlib.contextmanager
 def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
+    """The parts of a run under its lock; what can be refused is refused before the run directory is made."""
     objective_of(config)
-    ArithmeticTask(config.task).held_out(config.evaluation.prompts)  # refused before the run directory is made
+    task = make_task(config.task, config.model.source)
+    task.held_out(config.evaluation.prompts)
+    model = Transformer(config.model, task.tokenizer.vocab_size)
+    model.require_room(task.max_prompt_tokens + config.sampling.max_new_tokens)
+    for note in task.notes:
+        progress.note(note)
     store = Store.open(run, create=True)
     info = create_or_resume(store, config)
     with sole_learner(store):
-        yield Lockstep(store, info, progress)
+        yield Lockstep(store, info, progress, task, model)

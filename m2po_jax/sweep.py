@@ -15,6 +15,7 @@ from rich.console import Console
 
 from m2po_jax.analysis import report, table
 from m2po_jax.analysis.frames import find_runs, load
+from m2po_jax.catalog import with_sources
 from m2po_jax.config import Config, UserError
 from m2po_jax.lockstep import make_base, train
 from m2po_jax.progress import Bars, RunView, StopSignals, bars, hush_closed_loops
@@ -40,6 +41,7 @@ def sweep(configs: Sequence[Config], seeds: Sequence[int] | None, runs: str, job
         UserError: a run could not go on; the others were asked to stop first.
     """
     planned = [replace(config, seed=seed) for seed in seeds or () for config in configs] or list(configs)
+    planned = [with_sources(config) for config in planned]
     if len({run_directory(runs, config) for config in planned}) < len(planned):
         raise UserError("a sweep runs each arm once for each seed: name no arm and no seed twice")
     todo = [config for config in planned if not _finished(run_directory(runs, config), config)]

@@ -63,7 +63,7 @@ def sampling_keys(stream: Array, version: Array, group_ids: Array, sample_indice
     return fold(group_ids, sample_indices)
 
 
-@partial(jax.jit, static_argnames=("model", "samples_per_prompt", "max_new_tokens", "eos_id", "pad_id"))
+@partial(jax.jit, static_argnames=("model", "samples_per_prompt", "max_new_tokens", "stop_ids", "pad_id"))
 def generate(
     params: dict,
     prompt_tokens_QP: Array,
@@ -74,7 +74,7 @@ def generate(
     model: Transformer,
     samples_per_prompt: int,
     max_new_tokens: int,
-    eos_id: int,
+    stop_ids: tuple[int, ...],
     pad_id: int,
 ) -> Generated:
     """Sample `samples_per_prompt` responses to each prompt; prompts are prefilled once and share their cache.
@@ -84,6 +84,7 @@ def generate(
         prompt_tokens_QP: int32 (Q, P), padded on the left; prompt_valid_QP bool, True on real tokens.
         keys_B: a key for each response, B = Q * samples_per_prompt, rows of one prompt together.
         temperature: positive float32 scalar; the recorded log-probs are those of the sampled distribution.
+        stop_ids: any of these ends a response, and is its last token; pad_id, which stands after it, may be one.
     """
     valid_QS = jnp.pad(prompt_valid_QP, ((0, 0), (0, max_new_tokens)))
     cache = Cache.zeros(model.config, prompt_tokens_QP.shape[0], valid_QS.shape[1])
@@ -95,6 +96,7 @@ def generate(
     lengths_B = jnp.sum(valid_BS, axis=1, dtype=jnp.int32)
     prompt_slots = prompt_tokens_QP.shape[1]
     shape = (keys_B.shape[0], max_new_tokens)
+    ends = partial(jnp.isin, test_elements=jnp.array(stop_ids))
 
     def sample(carry: _Carry) -> tuple[Array, Array]:
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, carry.step)
@@ -118,7 +120,7 @@ def generate(
             cache=cast(Cache, cache),
             tokens_BT=write(carry.tokens_BT, tokens_B[:, None]),
             logprobs_BT=write(carry.logprobs_BT, jnp.where(carry.done_B, 0.0, logprobs_B)[:, None]),
-            done_B=carry.done_B | (sampled_B == eos_id),
+            done_B=carry.done_B | ends(sampled_B),
         )
 
     start = _Carry(
@@ -131,7 +133,7 @@ def generate(
     )
     unfinished = lambda c: (c.step < max_new_tokens) & ~jnp.all(c.done_B)  # noqa: E731
     end = jax.lax.while_loop(unfinished, step, start)
-    ends_BT = (end.tokens_BT == eos_id).astype(jnp.int32)
+    ends_BT = ends(end.tokens_BT).astype(jnp.int32)
     first_or_before_BT = jnp.cumsum(ends_BT, axis=1) == ends_BT  # so the padding may be the end token itself
     return Generated(end.tokens_BT, end.logprobs_BT, first_or_before_BT, end.done_B)
 

@@ -11,7 +11,7 @@ from jax import Array
 from m2po_jax.config import SamplingConfig
 from m2po_jax.generation.engine import Generated, generate
 from m2po_jax.models import Transformer
-from m2po_jax.tasks import ArithmeticTask, Problem, left_padded
+from m2po_jax.tasks import Problem, Task, left_padded
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Responses:
     finish_reasons: list[str]
     """`stop` or `length`."""
     texts: list[str]
-    """Decoded, without the end token."""
+    """Decoded, without the token that ends it."""
     scores: np.ndarray
     """float32 (B,), 1.0 or 0.0."""
 
@@ -35,7 +35,7 @@ class Responses:
 class Sampler:
     """Draws responses from a policy; one compiled program for each (prompts, samples) shape."""
 
-    def __init__(self, task: ArithmeticTask, model: Transformer, config: SamplingConfig):
+    def __init__(self, task: Task, model: Transformer, config: SamplingConfig):
         """`task` gives tokenizer, prompt width and grader; `config` temperature and length."""
         self.task, self.model, self.config = task, model, config
 
@@ -46,7 +46,7 @@ class Sampler:
             UserError: a prompt and the longest response to it are over the model's context.
         """
         tokenizer = self.task.tokenizer
-        rows = [tokenizer.encode(problem.prompt) for problem in problems]
+        rows = [self.task.prompt_tokens(problem) for problem in problems]
         self.model.require_room(max(map(len, rows)) + self.config.max_new_tokens)
         tokens, valid = left_padded(rows, self.task.max_prompt_tokens, tokenizer.pad_id)
         return generate(
@@ -58,7 +58,7 @@ class Sampler:
             model=self.model,
             samples_per_prompt=samples_per_prompt,
             max_new_tokens=self.config.max_new_tokens,
-            eos_id=tokenizer.eos_id,
+            stop_ids=tokenizer.stop_ids,
             pad_id=tokenizer.pad_id,
         )
 

@@ -13,7 +13,7 @@ from m2po_jax.generation.engine import Generated, Streams, sampling_keys
 from m2po_jax.generation.sampler import Responses, Sampler
 from m2po_jax.models import Transformer
 from m2po_jax.rollouts import Provenance, Rollouts, Store, UnitId, shard_path, weights, write_shard
-from m2po_jax.tasks import ArithmeticTask, Problem, right_padded
+from m2po_jax.tasks import Problem, Task, right_padded
 
 _GROUPS_PER_VERSION = 2**32
 
@@ -21,7 +21,7 @@ _GROUPS_PER_VERSION = 2**32
 class Generator:
     """Makes the units of one run; any number of generators may make the same unit, and the first shard stays."""
 
-    def __init__(self, store: Store, run_id: str, config: Config, task: ArithmeticTask, model: Transformer):
+    def __init__(self, store: Store, run_id: str, config: Config, task: Task, model: Transformer):
         """`store` is the run's; `config`, `task` and `model` must be those of its `config.json`."""
         self.store, self.run_id, self.config, self.task = store, run_id, config, task
         self.sampler = Sampler(task, model, config.sampling)
@@ -72,7 +72,7 @@ class Generator:
     def _rollouts(self, unit: UnitId, problems: list[Problem], responses: Responses) -> Rollouts:
         size = self.config.rollouts.group_size
         draws, samples = self._rows(unit)
-        prompts = [self.task.tokenizer.encode(problem.prompt) for problem in problems]
+        prompts = [self.task.prompt_tokens(problem) for problem in problems]
         prompt_tokens, prompt_valid = right_padded(prompts, self.task.max_prompt_tokens, self.task.tokenizer.pad_id)
         return Rollouts(
             prompt_tokens=np.repeat(prompt_tokens, size, axis=0),

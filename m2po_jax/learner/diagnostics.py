@@ -1,5 +1,6 @@
 """A token-level sample of what an update sees: log-ratios, advantages, entropies and what the objective keeps."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,20 @@ def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Arr
 
 
 def token_columns(
-    view: dict[str, Array], batch: MiniBatch, rollouts: Rollouts, record: BatchRecord, token_texts: list[str]
+    view: dict[str, Array],
+    batch: MiniBatch,
+    rollouts: Rollouts,
+    record: BatchRecord,
+    token_text: Callable[[int], str],
 ) -> dict[str, np.ndarray]:
-    """One row a response token of the batch's first mini-batch, as the columns of a diagnostics object."""
+    """One row a response token of the batch's first mini-batch, as the columns of a diagnostics object.
+
+    `token_text` is the tokenizer's: the text of an id.
+    """
     mask = np.asarray(batch.response_mask)
     rows, positions = np.nonzero(mask)
     tokens = np.asarray(batch.response_tokens)[mask]
+    texts = {token: token_text(token) for token in np.unique(tokens).tolist()}
     same = lambda value: np.full(len(rows), value, np.int64)  # noqa: E731
     return {
         "version": same(record.version),
@@ -42,6 +51,6 @@ def token_columns(
         "sample_index": rollouts.sample_indices[rows],
         "position": positions.astype(np.int32),
         "token_id": tokens,
-        "token_text": np.array(token_texts)[tokens],
+        "token_text": np.array([texts[token] for token in tokens.tolist()]),
         **{name: np.asarray(values)[mask] for name, values in view.items()},
     }

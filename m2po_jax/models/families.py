@@ -143,7 +143,7 @@ def fields_of(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def mathematics(config: ModelConfig) -> dict[str, Any]:
     """The fields that a model's outputs follow from, which two configurations of one model share."""
-    free = {"compute_dtype", "remat", "max_positions"}
+    free = {"source", "compute_dtype", "remat", "max_positions"}
     if config.rope_factor is None:
         free |= {"rope_low_factor", "rope_high_factor", "rope_original_positions"}
     return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in free}

@@ -1,8 +1,10 @@
 """Weights in and out of Hugging Face directories: safetensors only, slice by slice, nothing of pickle."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from m2po_jax.models.families import fields_of, mathematics, read_config
 from m2po_jax.models.parameters import Parameter, leaf, size, table, tree
 from m2po_jax.models.tensors import DTYPES, INDEX, SINGLE, Reader, Tensor, TensorFiles
 
-__all__ = ["export", "load", "read_config"]
+__all__ = ["check", "export", "load", "read_config", "resolved"]
 
 DEFAULT_DTYPE = "BF16"
 FILE_BYTES = 5 * 10**9
@@ -52,10 +54,7 @@ def load(directory: str | Path, config: ModelConfig, shardings: Any = None) -> d
         UserError: a file is missing or cut short; a tensor is missing, unknown or of another shape; the tokenizer
             has more ids than the embedding has rows. The message names file and tensor.
     """
-    files = TensorFiles.of(directory)
-    sources = {row: _tensors(files, row, config) for row in table(config)}
-    _refuse_unknown(files, config)
-    _refuse_large_tokenizer(Path(directory), config)
+    files, sources = _sources(directory, config)
     single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaves = {}
     for row, tensors in sources.items():
@@ -105,6 +104,49 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check(directory: str | Path, config: ModelConfig) -> None:
+    """Raises UserError where `load` would, but reads only what the files say of themselves."""
+    _sources(directory, config)
+
+
+def resolved(config: ModelConfig) -> ModelConfig:
+    """The configuration with what the `config.json` of its source says; without a source, as it is.
+
+    `compute_dtype` and `remat` are the user's, and so is a `max_positions` within the model's.
+
+    Raises:
+        UserError: there is no readable `config.json`.
+        ConfigError: the model is not supported, or a field is set to something else than the model's.
+    """
+    if config.source is None:
+        return config
+    theirs, plain = read_config(config.source), ModelConfig()
+    for name, value in mathematics(theirs).items():
+        given = getattr(config, name)
+        if given not in (value, getattr(plain, name)):
+            raise ConfigError(f"model.{name} is {given}, but {config.source} has {value}: leave it out")
+    if config.max_positions is not None and config.max_positions > (theirs.max_positions or 0):
+        raise ConfigError(
+            f"model.max_positions {config.max_positions} is over the {theirs.max_positions} of {config.source}"
+        )
+    return replace(
+        theirs,
+        source=os.path.abspath(config.source),
+        max_positions=config.max_positions or theirs.max_positions,
+        compute_dtype=config.compute_dtype,
+        remat=config.remat,
+    )
+
+
+def _sources(directory: str | Path, config: ModelConfig) -> tuple[TensorFiles, dict[Parameter, list[Tensor]]]:
+    """The files of a directory, and the tensors of each parameter, once nothing is missing or too much."""
+    files = TensorFiles.of(directory)
+    sources = {row: _tensors(files, row, config) for row in table(config)}
+    _refuse_unknown(files, config)
+    _refuse_large_tokenizer(Path(directory), config)
+    return files, sources
 
 
 def _tensors(files: TensorFiles, row: Parameter, config: ModelConfig) -> list[Tensor]:

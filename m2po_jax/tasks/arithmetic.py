@@ -1,53 +1,41 @@
 """Procedural addition that needs a chain: `7+5+9+3=` is answered with its running sums, `12,21,24`."""
 
-import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
 from m2po_jax.config import ConfigError, TaskConfig
-from m2po_jax.tasks.grading import Verdict, grade
-from m2po_jax.tasks.tokenizer import CharTokenizer
+from m2po_jax.tasks.grading import Verdict, grade, grade_number
+from m2po_jax.tasks.task import Problem, Task
+from m2po_jax.tasks.tokenizer import CharTokenizer, Tokenizer
 
-_HASH_RANGE = 2**64
 _MOST_REFUSED = 20_000
 """Draws in a row that bring nothing, after which there counts as nothing more to be found."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A prompt with its right answer and a worked response."""
+class ArithmeticTask(Task):
+    """Addition in characters for a model of our own, or asked of a model with a tokenizer of its own."""
 
-    prompt: str
-    """e.g. `7+5+9+3=`"""
-    gold_answer: str
-    """The final number, e.g. `24`."""
-    demonstration: str
-    """The running sums, e.g. `12,21,24`."""
+    def __init__(self, config: TaskConfig, tokenizer: Tokenizer | None = None):
+        """`tokenizer` is the model's; without one, a token a character.
 
-    @property
-    def prompt_id(self) -> str:
-        """Stable id of the prompt: the first 16 hex digits of its SHA-256."""
-        return hashlib.sha256(self.prompt.encode()).hexdigest()[:16]
-
-
-class ArithmeticTask:
-    """Draws training prompts, held-out prompts and demonstrations; every draw is a pure function of its seed."""
-
-    def __init__(self, config: TaskConfig):
-        self.config = config
-        self.tokenizer = CharTokenizer("0123456789+=,")
-        self._held_out_below = int(config.held_out_fraction * _HASH_RANGE)
+        Raises:
+            ConfigError: the longest prompt is over `task.max_prompt_tokens`.
+        """
+        super().__init__(config, tokenizer or CharTokenizer("0123456789+=,"))
+        self._in_characters = tokenizer is None
+        self._longest = len(self.prompt_tokens(make_problem([9] * config.max_operands)))
+        if not self._in_characters and self._longest > config.max_prompt_tokens:
+            raise ConfigError(f"task.max_prompt_tokens {config.max_prompt_tokens} is below a prompt of {self._longest}")
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt: a digit and a sign for each operand."""
-        return 2 * self.config.max_operands
+        """Length of the longest prompt: in characters, a digit and a sign for each operand."""
+        return self._longest
 
     @property
     def max_response_tokens(self) -> int:
-        """Longest worked response with its end token: the one to nines alone."""
+        """Longest worked response in characters with its end token: the one to nines alone."""
         return len(make_problem([9] * self.config.max_operands).demonstration) + 1
 
     def draw(self, count: int, seed: tuple[int, ...]) -> list[Problem]:
@@ -89,13 +77,9 @@ class ArithmeticTask:
             " lower it, or raise task.max_operands or task.held_out_fraction"
         )
 
-    def is_held_out(self, prompt: str) -> bool:
-        """Whether training may never draw `prompt`, by the prompt's own hash."""
-        return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") < self._held_out_below
-
     def grade(self, response_text: str, gold_answer: str) -> Verdict:
-        """Score of a response; see `m2po_jax.tasks.grade`."""
-        return grade(response_text, gold_answer)
+        """The last item of a chain in characters (`tasks.grade`), the last number of a text (`tasks.grade_number`)."""
+        return (grade if self._in_characters else grade_number)(response_text, gold_answer)
 
     def _stream(self, seed: tuple[int, ...], held_out: bool) -> Iterator[Problem]:
         """Problems of one side of the split, without end; ConfigError if there are too few to be found."""

@@ -34,7 +34,7 @@ def sample(policy, prompts=PROMPTS, row_keys=None, temperature=1.0, filler=PAD, 
     """Host arrays of one call; `filler` stands in the prompts' padding."""
     tokens, valid = left_padded(prompts, WIDTH, filler)
     row_keys = keys() if row_keys is None else row_keys
-    shape = {"samples_per_prompt": SAMPLES, "max_new_tokens": LENGTH, "eos_id": EOS, "pad_id": PAD} | static
+    shape = {"samples_per_prompt": SAMPLES, "max_new_tokens": LENGTH, "stop_ids": (EOS,), "pad_id": PAD} | static
     return jax.device_get(
         generate(policy[1], tokens, valid, row_keys, np.float32(temperature), model=policy[0], **shape)
     )
@@ -86,7 +86,7 @@ def test_pairs_of_tokens_are_drawn_from_their_distribution():
     model, params = policies.random_policy(5, layers=1)
     row_keys = sampling_keys(STREAM, np.uint32(0), np.arange(count, dtype=np.uint32), np.zeros(count, np.uint32))
     out = sample(
-        (model, params), [[3, 4]], row_keys, temperature, samples_per_prompt=count, max_new_tokens=2, eos_id=EOS
+        (model, params), [[3, 4]], row_keys, temperature, samples_per_prompt=count, max_new_tokens=2, stop_ids=(EOS,)
     )
     first = np.exp(reference.logprobs(model, params, [3, 4], temperature)[-1])
     expected = {(EOS, PAD): first[EOS]}

@@ -68,7 +68,7 @@ def test_greedy_answers_are_those_of_transformers(policy, prompts, answers):
     model, params = policy
     tokens, valid = left_padded(prompts, max(map(len, prompts)), pad_id=2)
     keys = jax.random.split(jax.random.key(0), len(prompts))
-    options = {"samples_per_prompt": 1, "max_new_tokens": NEW_TOKENS, "eos_id": 2, "pad_id": 2}
+    options = {"samples_per_prompt": 1, "max_new_tokens": NEW_TOKENS, "stop_ids": (2,), "pad_id": 2}
     generated = generate(params, tokens, valid, keys, GREEDY, model=model, **options)
     found = [row[mask].tolist() for row, mask in zip(*map(np.asarray, (generated.tokens, generated.mask)), strict=True)]
     assert sum(map(len, answers)) > 5 * NEW_TOKENS
