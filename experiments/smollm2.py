@@ -48,7 +48,7 @@ def _run(name: str, task: TaskConfig, max_new_tokens: int) -> Config:
         learner=LearnerConfig(
             total_updates=8,
             updates_per_batch=2,
-            micro_batches=2,
+            micro_batches=8,
             checkpoint_every=4,
             learning_rate=1e-6,
             warmup_updates=0,

@@ -87,9 +87,7 @@ def with_sources(config: Config) -> Config:
     if task.name == "questions" and task.questions is not None:
         digest = questions_sha256(task.questions)
         if task.questions_sha256 not in (None, digest):
-            raise ConfigError(
-                f"{task.questions} is not what it was: its SHA-256 is {digest}, not task.questions_sha256"
-            )
+            raise ConfigError(f"{task.questions} has changed: its SHA-256 is {digest}, not task.questions_sha256")
         task = replace(task, questions=os.path.abspath(task.questions), questions_sha256=digest)
     return replace(config, task=task, model=huggingface.resolved(config.model))
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -65,6 +65,22 @@ class InspectOptions:
     """Run directory."""
     all: bool = False
     """List every version, not only the first and last few."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which weights, and where the directory goes."""
+
+    run: Positional[str]
+    """Run directory."""
+    out: str
+    """The new directory; it appears when it is whole."""
+    version: int | None = None
+    """Published version of the policy. Default: the newest."""
+    source: str | None = None
+    """Directory with the tokenizer's files, and the dtypes to store in. Default: the one that the run began from."""
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    """Store all tensors in this dtype. Default: as in the source, or bfloat16 where it has no weights."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,11 +197,24 @@ def inspect(arguments: list[str]) -> int:
     return 0 if found.well else 1
 
 
+def export(arguments: list[str]) -> int:
+    """Write weights of a run as a Hugging Face directory, with the tokenizer of the model that it began from.
+
+    Example: m2po export runs/mine --version 64 --out exported/mine-64
+    """
+    from m2po_jax.exporting import export as write
+
+    options = tyro.cli(ExportOptions, args=arguments, prog="m2po export", description=export.__doc__)
+    print(write(options.run, options.out, options.version, options.source, options.dtype))
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "sweep": sweep,
     "report": report,
     "inspect": inspect,
+    "export": export,
 }
 
 

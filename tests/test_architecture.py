@@ -14,7 +14,7 @@ LEVELS = (
     {"config"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
-    {"cli", "lockstep", "sweep", "catalog", "progress", "__main__"},
+    {"cli", "lockstep", "sweep", "exporting", "catalog", "progress", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 BANNED_PAIRS = {

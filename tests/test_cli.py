@@ -43,7 +43,7 @@ def m2po(env, *arguments):
 def test_help_of_everything_has_an_example(env):
     usage = m2po(env, "--help")
     assert usage.returncode == 0
-    for command in ("train", "sweep", "report", "inspect"):
+    for command in ("train", "sweep", "report", "inspect", "export"):
         assert command in usage.stdout
         page = m2po(env, command, "--help")
         assert page.returncode == 0
@@ -69,6 +69,10 @@ def test_help_of_everything_has_an_example(env):
         (["report", "nowhere"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),
         (["sweep", "nowhere.py"], "no experiment file"),
+        (["export", "nowhere", "--out", "anywhere"], "nowhere"),
+        (["train", ARM, "--model.source", "nowhere"], "nowhere/config.json is missing"),
+        (["train", ARM, "--task.name", "questions"], "--task.questions FILE.jsonl"),
+        (["train", ARM, "--task.template", "x"], "task.template 'x' has no {question} in it"),
     ],
 )
 def test_bad_input_is_said_and_ends_with_2(env, tmp_path, arguments, said):

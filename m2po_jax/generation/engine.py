@@ -84,7 +84,7 @@ def generate(
         prompt_tokens_QP: int32 (Q, P), padded on the left; prompt_valid_QP bool, True on real tokens.
         keys_B: a key for each response, B = Q * samples_per_prompt, rows of one prompt together.
         temperature: positive float32 scalar; the recorded log-probs are those of the sampled distribution.
-        stop_ids: any of these ends a response, and is its last token; pad_id, which stands after it, may be one.
+        stop_ids: any of these ends a response; pad_id, which stands after the end, may be one of them.
     """
     valid_QS = jnp.pad(prompt_valid_QP, ((0, 0), (0, max_new_tokens)))
     cache = Cache.zeros(model.config, prompt_tokens_QP.shape[0], valid_QS.shape[1])
@@ -96,7 +96,6 @@ def generate(
     lengths_B = jnp.sum(valid_BS, axis=1, dtype=jnp.int32)
     prompt_slots = prompt_tokens_QP.shape[1]
     shape = (keys_B.shape[0], max_new_tokens)
-    ends = partial(jnp.isin, test_elements=jnp.array(stop_ids))
 
     def sample(carry: _Carry) -> tuple[Array, Array]:
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys_B, carry.step)
@@ -120,7 +119,7 @@ def generate(
             cache=cast(Cache, cache),
             tokens_BT=write(carry.tokens_BT, tokens_B[:, None]),
             logprobs_BT=write(carry.logprobs_BT, jnp.where(carry.done_B, 0.0, logprobs_B)[:, None]),
-            done_B=carry.done_B | ends(sampled_B),
+            done_B=carry.done_B | _is_any(sampled_B, stop_ids),
         )
 
     start = _Carry(
@@ -131,11 +130,15 @@ def generate(
         logprobs_BT=jnp.zeros(shape, jnp.float32),
         done_B=jnp.zeros(shape[:1], bool),
     )
-    unfinished = lambda c: (c.step < max_new_tokens) & ~jnp.all(c.done_B)  # noqa: E731
-    end = jax.lax.while_loop(unfinished, step, start)
-    ends_BT = ends(end.tokens_BT).astype(jnp.int32)
+    end = jax.lax.while_loop(lambda c: (c.step < max_new_tokens) & ~jnp.all(c.done_B), step, start)
+    ends_BT = _is_any(end.tokens_BT, stop_ids).astype(jnp.int32)
     first_or_before_BT = jnp.cumsum(ends_BT, axis=1) == ends_BT  # so the padding may be the end token itself
     return Generated(end.tokens_BT, end.logprobs_BT, first_or_before_BT, end.done_B)
+
+
+def _is_any(tokens: Array, ids: tuple[int, ...]) -> Array:
+    """bool of the shape of `tokens`: True on those that are one of `ids`."""
+    return jnp.isin(tokens, jnp.array(ids))
 
 
 def _between(low: int, high: Array, size: int) -> Array:

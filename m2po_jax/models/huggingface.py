@@ -20,7 +20,7 @@ from m2po_jax.models.tensors import DTYPES, INDEX, SINGLE, Reader, Tensor, Tenso
 
 __all__ = ["check", "export", "load", "read_config", "resolved"]
 
-DEFAULT_DTYPE = "BF16"
+DEFAULT_DTYPE = "bfloat16"
 FILE_BYTES = 5 * 10**9
 """Most bytes of weights in one exported file, unless one tensor has more."""
 COPIED = (
@@ -39,6 +39,7 @@ COPIED = (
 """Files that go from the source to an exported directory as they are."""
 _TIED_OUTPUT, _TIED_INPUT = "lm_head.weight", "model.embed_tokens.weight"
 _BUFFER = "rotary_emb.inv_freq"
+_SPELLED = {kept.name: stored for stored, kept in DTYPES.items()}
 Slices = tuple[slice, ...]
 
 
@@ -68,7 +69,7 @@ def load(directory: str | Path, config: ModelConfig, shardings: Any = None) -> d
 def export(
     params: Any,
     config: ModelConfig,
-    source: str | Path,
+    source: str | Path | None,
     out: str | Path,
     dtype: str | None = None,
 ) -> None:
@@ -76,30 +77,28 @@ def export(
 
     Args:
         params: the parameter tree; all of it within reach of this process.
-        source: the directory that the model came from, or one with tokenizer files alone. With its weights there,
-            tensors keep their stored dtypes, files and order, so that unchanged parameters give the same bytes.
+        source: the directory that the model came from, or one with tokenizer files alone, or None. With its weights
+            there, tensors keep their stored dtypes, files and order: unchanged parameters give the same bytes.
         out: the new directory; it appears when it is whole.
-        dtype: F32, F16 or BF16 for all tensors; None: as in `source`, or BF16 where it has no weights.
+        dtype: float32, float16 or bfloat16 for all tensors; None: as in `source`, or bfloat16 without its weights.
 
     Raises:
         UserError: `out` exists, `source` is of another model, or a value does not fit the dtype.
     """
-    source, out = Path(source), Path(out)
+    source, out = None if source is None else Path(source), Path(out)
     if out.exists():
         raise UserError(f"{out} exists: name a directory that does not")
-    if not source.is_dir():
-        raise UserError(f"{source} is no directory: give the one that the model or its tokenizer came from")
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype {dtype} is not supported: use one of {', '.join(DTYPES)}")
-    _refuse_other_model(source, config)
-    has_weights = (source / SINGLE).exists() or (source / INDEX).exists()
-    files = TensorFiles.of(source) if has_weights else None
+    if dtype not in (None, *_SPELLED):
+        raise UserError(f"dtype {dtype} is not supported: use one of {', '.join(_SPELLED)}")
+    files = None if source is None else _files_of(source, config)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        stored = _write_weights(params, config, partial, files, dtype)
+        stored = _write_weights(params, config, partial, files, dtype and _SPELLED[dtype])
         _write_texts(config, source, partial, stored)
+        for file in partial.glob("*.safetensors"):  # written for the owner's eyes alone
+            shutil.copymode(partial / "config.json", file)
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -231,6 +230,15 @@ def _refuse_large_tokenizer(directory: Path, config: ModelConfig) -> None:
         raise UserError(f"{path} has ids up to {largest}, but tensor {_TIED_INPUT} has {rows} rows")
 
 
+def _files_of(source: Path, config: ModelConfig) -> TensorFiles | None:
+    """The source's weights, if it has any, once it is known to be of this model."""
+    if not source.is_dir():
+        raise UserError(f"{source} is no directory: give the one that the model or its tokenizer came from")
+    _refuse_other_model(source, config)
+    has_weights = (source / SINGLE).exists() or (source / INDEX).exists()
+    return TensorFiles.of(source) if has_weights else None
+
+
 def _refuse_other_model(source: Path, config: ModelConfig) -> None:
     if not (source / "config.json").exists():
         return
@@ -250,7 +258,7 @@ def _write_weights(
         if config.tie_embeddings and _TIED_OUTPUT in stored:
             places[_TIED_OUTPUT] = places[_TIED_INPUT]
     else:
-        stored = dict.fromkeys(places, dtype or DEFAULT_DTYPE)
+        stored = dict.fromkeys(places, dtype or _SPELLED[DEFAULT_DTYPE])
     for name in places.keys() ^ stored.keys():
         raise UserError(f"{out.name}: tensor {name} is in the parameters or in the source, but not in both")
     sizes = {name: _bytes(places[name][0], config, stored[name]) for name in stored}
@@ -308,9 +316,9 @@ def _stored(params: Any, row: Parameter, layer: int, dtype: np.dtype, name: str)
     return narrow
 
 
-def _write_texts(config: ModelConfig, source: Path, out: Path, stored: dict[str, str]) -> None:
+def _write_texts(config: ModelConfig, source: Path | None, out: Path, stored: dict[str, str]) -> None:
     for name in COPIED:
-        if (source / name).is_file():
+        if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, out / name)
     dtypes = {DTYPES[dtype].name for dtype in stored.values()}
     path = out / "config.json"

@@ -12,7 +12,9 @@ TINY = ModelConfig(width=16, layers=2, query_heads=4, kv_heads=2, head_dim=4, ml
 NEVER = -40.0
 
 
-def random_policy(tokenizer_size: int, /, seed: int = 0, spread: float = 1.0, **config) -> tuple[Transformer, dict]:
+def random_policy(
+    tokenizer_size: int | None, /, seed: int = 0, spread: float = 1.0, **config
+) -> tuple[Transformer, dict]:
     """A model and parameters drawn by NumPy, norm scales too; logits vary over a vocabulary by about `spread`."""
     model = Transformer(replace(TINY, **config), tokenizer_size)
     rng = np.random.default_rng(seed)

@@ -113,7 +113,7 @@ def test_transformers_loads_what_is_exported_without_a_source(name, tmp_path):
     config = huggingface.read_config(source)
     params = huggingface.load(source, config)
     (tmp_path / "tokenizer").mkdir()
-    huggingface.export(params, config, tmp_path / "tokenizer", tmp_path / "out", dtype="F32")
+    huggingface.export(params, config, tmp_path / "tokenizer", tmp_path / "out", dtype="float32")
     assert huggingface.read_config(tmp_path / "out") == config
     again = type(theirs).from_pretrained(tmp_path / "out").eval()
     assert published.logits(again, ROWS[0]).dtype == np.float32
@@ -146,7 +146,7 @@ def directory(tmp_path) -> Path:
 SMALL = {"width": 8, "layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 4, "mlp_width": 12, "vocab_size": 16}
 
 
-def written(path: Path, config: ModelConfig, dtype: str = "F32") -> Path:
+def written(path: Path, config: ModelConfig, dtype: str = "float32") -> Path:
     tokenizer = path.with_name(f"{path.name}-tokenizer")
     tokenizer.mkdir()
     huggingface.export(params_of(config), config, tokenizer, path, dtype)
@@ -210,10 +210,10 @@ def test_an_exported_directory_is_whole_or_absent(directory, tmp_path):
     config = huggingface.read_config(directory)
     params = load(directory)
     params["blocks"]["up"]["kernel"] = params["blocks"]["up"]["kernel"].at[1, 2, 3].set(1e6)
-    message = refusal(lambda: huggingface.export(params, config, directory, tmp_path / "out", "F16"))
+    message = refusal(lambda: huggingface.export(params, config, directory, tmp_path / "out", "float16"))
     assert message == "tensor model.layers.1.mlp.up_proj.weight has values that are not finite in float16"
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*partial*"))
-    huggingface.export(params, config, directory, tmp_path / "out", "BF16")
+    huggingface.export(params, config, directory, tmp_path / "out", "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert "exists" in refusal(lambda: huggingface.export(params, config, directory, tmp_path / "out"))
 
@@ -222,7 +222,7 @@ def test_large_models_are_exported_in_several_files(directory, tmp_path, monkeyp
     monkeypatch.setattr(huggingface, "FILE_BYTES", 2000)
     config = huggingface.read_config(directory)
     (tmp_path / "tokenizer").mkdir()
-    huggingface.export(load(directory), config, tmp_path / "tokenizer", tmp_path / "out", "F32")
+    huggingface.export(load(directory), config, tmp_path / "tokenizer", tmp_path / "out", "float32")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(file.stat().st_size < 4000 for file in files)
@@ -362,7 +362,7 @@ def test_loading_needs_the_parameters_and_one_of_them_more(tmp_path, user_env):
     )  # fmt: skip
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), params_shapes(config))
     (tmp_path / "tokenizer").mkdir()
-    huggingface.export(ones, config, tmp_path / "tokenizer", tmp_path / "model", "BF16")
+    huggingface.export(ones, config, tmp_path / "tokenizer", tmp_path / "model", "bfloat16")
     env = tiny.subprocess_env(user_env) | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = tiny.run(env, "-m", "tests.models.loading", tmp_path / "model")
     assert done.returncode == 0, done.stderr
@@ -374,3 +374,30 @@ def test_loading_needs_the_parameters_and_one_of_them_more(tmp_path, user_env):
 
 def params_shapes(config: ModelConfig):
     return jax.eval_shape(Transformer(config).init_params, jax.random.key(0))
+
+
+def test_a_source_sets_the_sizes_and_leaves_the_rest_to_the_user(directory):
+    asked = ModelConfig(source=str(directory), compute_dtype="bfloat16", remat="full", max_positions=64)
+    found, theirs = huggingface.resolved(asked), huggingface.read_config(directory)
+    assert found == replace(theirs, source=str(directory), compute_dtype="bfloat16", remat="full", max_positions=64)
+    assert huggingface.resolved(found) == found
+    assert huggingface.resolved(ModelConfig(source=str(directory))).max_positions == theirs.max_positions
+    assert huggingface.resolved(ModelConfig(width=48)) == ModelConfig(width=48)
+
+
+def test_sizes_that_are_not_the_sources_are_refused(directory):
+    theirs = huggingface.read_config(directory)
+    message = refusal(lambda: huggingface.resolved(ModelConfig(source=str(directory), width=48)))
+    assert message == f"model.width is 48, but {directory} has {theirs.width}: leave it out"
+    message = refusal(lambda: huggingface.resolved(ModelConfig(source=str(directory), max_positions=10**6)))
+    assert message == f"model.max_positions 1000000 is over the {theirs.max_positions} of {directory}"
+    assert "config.json is missing" in refusal(lambda: huggingface.resolved(ModelConfig(source="nowhere")))
+
+
+def test_a_check_reads_headers_alone(directory, monkeypatch):
+    config = huggingface.read_config(directory)
+    monkeypatch.setattr(Reader, "read", lambda *_: pytest.fail("values were read"))
+    huggingface.check(directory, config)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "is cut short" in refusal(lambda: huggingface.check(directory, config))

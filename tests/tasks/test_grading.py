@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2po_jax.tasks import grade
+from m2po_jax.tasks import grade, grade_number
 
 LONG = "9" * 100_000
 
@@ -86,3 +86,56 @@ def test_any_text_gets_a_verdict(text, gold):
     verdict = grade(text, str(gold))
     assert verdict.score in (0.0, 1.0)
     assert (verdict.reason == "right") == (verdict.score == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [
+        ("The answer is 24.", "24"),
+        ("12,21,24", "24"),
+        ("7+5=12", "12"),
+        ("So she pays $1,234.50.", "1234.5"),
+        ("18 apples, so 36 in all", "36.0"),
+        ("x = -3", "-3"),
+        ("It is (-3)", "-3"),
+        ("a gain of 10-7=3", "3"),
+        ("\\boxed{72}", "72"),
+        ("3/4 of them", "0.75"),
+        ("007", "7"),
+        ("1,000,000 people", "1000000"),
+        ("#### 1,450", "1,450"),
+    ],
+)
+def test_the_last_number_of_a_text_is_graded_by_its_value(text, gold):
+    assert grade_number(text, gold) == grade_number(gold, gold)
+    assert grade_number(text, gold).reason == "right"
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "reason"),
+    [
+        ("", "24", "no number"),
+        ("twenty-four", "24", "no number"),
+        ("٢٤", "24", "no number"),
+        ("24 or 25", "24", "wrong: 25 is not 24"),
+        ("10-7", "-7", "wrong: 7 is not -7"),
+        ("1/0", "0", "no number"),
+        ("3/4", "4", "wrong: 3/4 is not 4"),
+        ("24", "none", "wrong: the gold answer 'none' is no number"),
+        ("9" * 41, "9", "no number"),
+    ],
+)
+def test_another_number_or_none_scores_nothing(text, gold, reason):
+    assert (grade_number(text, gold).score, grade_number(text, gold).reason) == (0.0, reason)
+
+
+@given(st.text() | st.text("0123456789,./- $()"), st.integers(-99, 99))
+def test_any_text_gets_a_verdict_by_its_last_number(text, gold):
+    verdict = grade_number(text, str(gold))
+    assert (verdict.reason == "right") == (verdict.score == 1.0)
+    assert grade_number(f"{text} is {gold}", str(gold)).score == 1.0
+
+
+def test_a_hundred_thousand_digits_take_no_time():
+    for text in (LONG, "1," * 50_000, "100," * 25_000, "-" * 100_000, "1/" * 50_000, "1." * 50_000):
+        assert grade_number(text, "24").score == 0.0
