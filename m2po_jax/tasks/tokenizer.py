@@ -84,6 +84,10 @@ class CharTokenizer:
         return self._texts[token]
 
 
+_DATE = "26 Jul 2024"
+"""What chat templates that mention the day (Llama 3.2's) are told: a prompt is the same on every day."""
+
+
 class ModelTokenizer:
     """Tokenizer and chat template of a Hugging Face directory, through `transformers`, read from the disk alone."""
 
@@ -138,7 +142,9 @@ class ModelTokenizer:
 
     def _rendered(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, date_string=_DATE
+        )
 
     def _refuse_without_template(self, directory: str) -> None:
         if self._tokenizer.chat_template is None:

@@ -67,6 +67,15 @@ def test_a_question_is_asked_as_the_users_message(saved, theirs):
     assert tokenizer.prompt("7+5=").count(texts.START) == 2
 
 
+def test_a_template_that_mentions_the_day_makes_the_same_prompt_on_every_day(tmp_path):
+    dated = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "Today: {{ date_string }}\n"
+    )
+    tokenizer = ModelTokenizer(str(texts.save_tokenizer(tmp_path / "dated", template=dated + texts.TEMPLATE)))
+    assert tokenizer.decode(tokenizer.prompt("x")).startswith("Today: 26 Jul 2024\n")
+
+
 def test_without_chat_a_prompt_is_what_the_tokenizer_makes_of_the_text(saved, theirs):
     assert ModelTokenizer(str(saved), chat=False).prompt("7+5=") == theirs("7+5=")["input_ids"]
     assert ModelTokenizer(str(saved), "Q: {question}", chat=False).prompt("7+5=") == theirs("Q: 7+5=")["input_ids"]
