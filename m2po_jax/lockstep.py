@@ -173,6 +173,7 @@ class Lockstep:
         learner = self.config.learner
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
         batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
+        self.progress.doing("learning")
         batches = [self._scored(state, batch) for batch in batches]
         if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
             self._diagnose(state, batches[0], rollouts, record)
@@ -196,6 +197,7 @@ class Lockstep:
         behavior_version, batch = exactly(version, **self.delay_line)
         wanted = units(behavior_version, batch, self.config.rollouts.units_per_batch)
         recorded = read_batch_record(self.store, version)
+        self.progress.doing(f"generating, of version {behavior_version}")
         self.generator.make_missing(wanted)
         expected = self._expected(behavior_version)
         shards = [self._shard(unit, expected) for unit in wanted]
@@ -243,6 +245,7 @@ class Lockstep:
             weights.publish(self.store, version, state.params)
 
     def _evaluate(self, log: MetricsLog, state: TrainState, version: int) -> None:
+        self.progress.doing(f"evaluating on {self.config.evaluation.prompts} prompts")
         accuracy = self.held_out.accuracy(state.params, version)
         values = {"accuracy": accuracy.value, "standard_error": accuracy.standard_error}
         log.evaluation(version, {**values, "prompts": accuracy.prompts})

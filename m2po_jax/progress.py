@@ -21,6 +21,9 @@ class Progress(Protocol):
     def note(self, message: str) -> None:
         """One line worth reading."""
 
+    def doing(self, what: str) -> None:
+        """What the trainer is at, until it says something else."""
+
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         """A check of the warm start."""
 
@@ -96,11 +99,15 @@ class RunView:
         self.name, self._bars, self._signals = name, drawn, signals
         self._accuracies: list[float] = []
         self._task = drawn.add_task(name, total=None, facts="starting")
-        self._told = 0
+        self._told, self._facts = 0, ""
 
     def note(self, message: str) -> None:
         """One line above the bars."""
         self._bars.console.print(f"{self.name}: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def doing(self, what: str) -> None:
+        """Beside the bar, after the newest facts."""
+        self._bars.update(self._task, facts=f"{self._facts}  {what}".strip())
 
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         """Progress of the warm start towards its target accuracy."""
@@ -118,6 +125,7 @@ class RunView:
             )
         if self._accuracies:
             facts += f"  held-out {sparkline(self._accuracies[-20:])} {self._accuracies[-1]:.3f}"
+        self._facts = facts
         self._bars.update(self._task, completed=version, total=total, facts=facts)
         if version * _LINES_A_RUN // total > self._told:
             self._told = version * _LINES_A_RUN // total

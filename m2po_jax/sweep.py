@@ -195,6 +195,9 @@ class _Reporter:
     def note(self, message: str) -> None:
         self._messages.put((self._run, "note", (message,)))
 
+    def doing(self, what: str) -> None:
+        self._messages.put((self._run, "doing", (what,)))
+
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         self._messages.put((self._run, "warm_start", (step, accuracy, target)))
 

@@ -47,6 +47,7 @@ def test_a_run_starts_from_the_directory_and_trains_on_stale_data(trained, model
     run, watcher = trained[name]
     assert watcher.versions[-1] == 6
     assert any("base policy read from" in note for note in watcher.notes)
+    assert watcher.doings[:3] == ["evaluating on 8 prompts", "generating, of version 0", "learning"]
     store, info = open_run(run)
     assert info.config.model.width == 16
     assert info.config.model.vocab_size == tiny_text.VOCAB_SIZE

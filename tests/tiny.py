@@ -66,6 +66,7 @@ class Watcher:
 
     def __init__(self, stop_at: int | None = None):
         self.notes: list[str] = []
+        self.doings: list[str] = []
         self.warm_starts: list[tuple[int, float, float]] = []
         self.versions: list[int] = []
         self.accuracies: dict[int, float] = {}
@@ -73,6 +74,9 @@ class Watcher:
 
     def note(self, message: str) -> None:
         self.notes.append(message)
+
+    def doing(self, what: str) -> None:
+        self.doings.append(what)
 
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         self.warm_starts.append((step, accuracy, target))
