@@ -33,27 +33,28 @@ def configs() -> tuple[Config, ...]:
         name="questions",
         questions="data/gsm8k_train.jsonl",
         template="{question}\nThink step by step, and end with the number that answers the question.",
+        max_prompt_tokens=128,
     )
-    return _run("arithmetic", arithmetic, 16), _run("questions", questions, 128)
+    return _run("arithmetic", arithmetic, 8, 16), _run("questions", questions, 4, 96)
 
 
-def _run(name: str, task: TaskConfig, max_new_tokens: int) -> Config:
+def _run(name: str, task: TaskConfig, prompts: int, max_new_tokens: int) -> Config:
     return Config(
         name=f"smollm2-{name}",
         task=task,
         model=ModelConfig(source=MODEL),
         sampling=SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens),
-        rollouts=RolloutConfig(prompts_per_batch=8, group_size=4),
+        rollouts=RolloutConfig(prompts_per_batch=prompts, group_size=4),
         staleness=StalenessConfig(k=4),
         learner=LearnerConfig(
             total_updates=8,
             updates_per_batch=2,
-            micro_batches=8,
+            micro_batches=4,
             checkpoint_every=4,
             learning_rate=1e-6,
             warmup_updates=0,
             decay_updates=None,
             diagnostics_every=1,
         ),
-        evaluation=EvaluationConfig(every=8, prompts=32),
+        evaluation=EvaluationConfig(every=8, prompts=16),
     )
