@@ -4,6 +4,8 @@ Axis letters: B sequence, T token, S cache slot, D width, H query head, K key/va
 V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth costs no compile time.
 """
 
+import math
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from m2po_jax.config import ConfigError, ModelConfig, UserError
+from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
 
 REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
@@ -35,6 +38,18 @@ class Cache(NamedTuple):
         return Cache(*(jnp.repeat(x, times, axis=1) for x in self))
 
 
+def matrix_product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general` of (..., in axes) and (in axes, out axes) as a product of two matrices.
+
+    XLA for CPUs transposes, slowly, the operands of a gradient that sums over more than one axis.
+    """
+    ((contracted, _), _) = dimensions
+    inner = math.prod(kernel.shape[: len(contracted)])
+    rows = jnp.reshape(x, (-1, inner))
+    product = jax.lax.dot_general(rows, jnp.reshape(kernel, (inner, -1)), (((1,), (0,)), ((), ())), **options)
+    return jnp.reshape(product, (*x.shape[: -len(contracted)], *kernel.shape[len(contracted) :]))
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last axis, computed in float32."""
 
@@ -44,9 +59,19 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         """`x` of any shape (..., D); returns the same shape and dtype."""
         scale_D = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        x32 = x.astype(jnp.float32)
-        normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
+        return _normalised(x, scale_D, self.eps)
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _normalised(x: Array, scale_D: Array, eps: float) -> Array:
+    x32 = x.astype(jnp.float32)
+    normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate: Array, up: Array) -> Array:
+    return nn.silu(gate) * up
 
 
 class Attention(nn.Module):
@@ -61,7 +86,7 @@ class Attention(nn.Module):
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
         heads = lambda name, n: nn.DenseGeneral(  # noqa: E731
-            (n, c.head_dim), use_bias=c.qkv_bias, dtype=c.compute_dtype, name=name
+            (n, c.head_dim), use_bias=c.qkv_bias, dtype=c.compute_dtype, dot_general=matrix_product, name=name
         )
         q_BTHd, k_BTKd = heads("q", c.query_heads)(x_BTD), heads("k", c.kv_heads)(x_BTD)
         v_BTKd = heads("v", c.kv_heads)(x_BTD)
@@ -74,8 +99,8 @@ class Attention(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
             )
             k_BTKd, v_BTKd = cache
-        out_BTHd = jax.nn.dot_product_attention(q_BTHd, k_BTKd, v_BTKd, mask=mask_BTS[:, None])
-        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, dtype=c.compute_dtype, name="o")
+        out_BTHd = attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS)
+        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, dtype=c.compute_dtype, dot_general=matrix_product, name="o")
         return output(out_BTHd), cache
 
 
@@ -90,12 +115,12 @@ class Block(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the residual stream (B, T, D) and this layer's cache."""
         c = self.config
-        dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
+        dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, dot_general=matrix_product, name=name)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         attended, cache = Attention(c, name="attention")(normalised, positions_BT, mask_BTS, cache, index)
         x_BTD = x_BTD + attended
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
-        h_BTF = nn.silu(dense("gate", c.mlp_width)(h_BTD)) * dense("up", c.mlp_width)(h_BTD)
+        h_BTF = _gated(dense("gate", c.mlp_width)(h_BTD), dense("up", c.mlp_width)(h_BTD))
         return x_BTD + dense("down", c.width)(h_BTF), cache
 
 
