@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VOCABULARY = {"vocab_size": 151_936, "width": 256, "mlp_width": 768, "layers": 2}
-HEADS = {"query_heads": 4, "kv_heads": 2, "head_dim": 64}
+WIDE = {"vocab_size": 151_936, "width": 256, "mlp_width": 768, "layers": 2}
+WIDE_HEADS = {"query_heads": 4, "kv_heads": 2, "head_dim": 64}
 ROWS, COLUMNS = 8, 1024
-"""Batch of the vocabulary's rows of the table."""
+"""Model and batch of the rows of the table about a large vocabulary."""
 LEARNING_RATE = 1e-5
 
 
@@ -56,7 +56,9 @@ def main() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if arguments.process:
         return _serve(_PROGRAMS[arguments.process], arguments)
-    print(f"{arguments.rows} x {arguments.columns} tokens, float32, {os.cpu_count()} cores\n")
+    print(f"{arguments.rows} x {arguments.columns} tokens, float32, {os.cpu_count()} cores")
+    sizes = ", ".join(f"{name} {size:,}" for name, size in (WIDE | WIDE_HEADS).items())
+    print(f"Large vocabulary: {ROWS} x {COLUMNS:,} tokens, {sizes}\n")
     print("| program | s | tokens/s | MB | against | speed | memory |")
     print("|:---|---:|---:|---:|:---|---:|---:|")
     for row in _rows(arguments):
@@ -69,10 +71,9 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
         yield from _compared("loss, gradient and AdamW", ("torch_adamw", "jax_adamw"), arguments)
         with _Process("load", arguments) as process:
             yield Row("loading", min(process.call() for _ in range(arguments.repeats)))
-    sizes = ", ".join(f"{name} {size:,}" for name, size in (VOCABULARY | HEADS).items())
-    whole = Row(f"loss and gradient, all logits at once: {ROWS} x {COLUMNS:,} tokens, {sizes}", None, None, _temporary(ROWS * COLUMNS))
+    whole = Row(f"vocabulary {WIDE['vocab_size']:,}, all logits at once", megabytes=_temporary(ROWS * COLUMNS))
     yield whole
-    yield Row("the same in chunks", None, None, _temporary(None), whole)
+    yield Row("the same in chunks", megabytes=_temporary(None), baseline=whole)
 
 
 def _compared(what: str, names: tuple[str, str], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -244,7 +245,7 @@ def _temporary(chunk_tokens: int | None) -> float:
     from m2po_jax.config import ModelConfig
     from m2po_jax.models import Transformer
 
-    model = Transformer(ModelConfig(**VOCABULARY, **HEADS))
+    model = Transformer(ModelConfig(**WIDE, **WIDE_HEADS))
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.int32)
     program = jax.jit(lambda params, tokens: jax.grad(lambda p: _loss(model, p, tokens, chunk_tokens))(params))

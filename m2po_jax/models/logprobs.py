@@ -1,5 +1,6 @@
 """Log-prob and entropy of given tokens, in chunks, so that the logits of a whole batch are never held."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from m2po_jax.models.positions import positions
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
-CHUNK_LOGITS = 2**25
-"""Most tokens, and most logits (128 MB in float32), of a chunk where the caller does not say."""
+CHUNK_LOGITS = 2**26
+"""Most tokens, and most logits (256 MB in float32), of a chunk where the caller does not say."""
 _KEPT = "kept of a chunk"
 
 
@@ -37,7 +38,8 @@ def response_logprobs(
         prompt_tokens_BP: int32, padded on the left; prompt_valid_BP bool, True on real tokens.
         response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
         temperature: divides the logits, as it did when the tokens were sampled.
-        chunk_tokens: tokens whose logits are held at a time; None: as many as 128 MB of logits hold.
+        chunk_tokens: tokens whose logits are held at a time, or one of each row where that is more; None: as many as
+            256 MB of logits hold.
 
     Returns:
         log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
@@ -106,7 +108,8 @@ def _chunked(
         return swapped.reshape(chunks, rows * width, *x.shape[2:])
 
     _, outputs = jax.lax.scan(chunk, None, (split(hidden_BTD), split(jnp.asarray(tokens_BT))))
-    logprobs, entropy = (jnp.swapaxes(x.reshape(chunks, rows, width), 0, 1).reshape(rows, -1)[:, :length] for x in outputs)
+    whole = (jnp.swapaxes(x.reshape(chunks, rows, width), 0, 1) for x in outputs)
+    logprobs, entropy = (x.reshape(rows, -1)[:, :length] for x in whole)
     return logprobs, entropy
 
 
@@ -123,14 +126,29 @@ def _of_logits(logits: Array, tokens: Array) -> tuple[Array, Array]:
 
 
 def _of_logits_forward(logits: Array, tokens: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(shifted)
-    total = jnp.sum(weights, axis=-1)
-    entropy = jnp.log(total) - jnp.sum(weights * shifted, axis=-1) / total
-    normaliser = jnp.max(logits, axis=-1) + jnp.log(total)
-    entropy, normaliser = checkpoint_name(entropy, _KEPT), checkpoint_name(normaliser, _KEPT)
+    largest = jnp.max(logits, axis=-1)
+    shifted = logits - largest[..., None]
+    total, weighted = jax.lax.platform_dependent(shifted, cpu=_sums_in_lanes, default=_sums)
+    entropy = checkpoint_name(jnp.log(total) - weighted / total, _KEPT)
+    normaliser = checkpoint_name(largest + jnp.log(total), _KEPT)
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return (chosen - normaliser, entropy), (logits, tokens, normaliser, entropy)
+
+
+def _sums(x: Array) -> tuple[Array, Array]:
+    """Sums of e^x and of x e^x over the last axis."""
+    weights = jnp.exp(x)
+    return jnp.sum(weights, axis=-1), jnp.sum(weights * x, axis=-1)
+
+
+def _sums_in_lanes(x: Array) -> tuple[Array, Array]:
+    """The same in one pass that stores nothing of the size of `x`: 16 running sums side by side, then their sum."""
+    lanes = math.gcd(x.shape[-1], 16)
+    split = x.reshape(*x.shape[:-1], -1, lanes)
+    weights, zero = jnp.exp(split), jnp.float32(0.0)
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
+    total, weighted = jax.lax.reduce((weights, weights * split), (zero, zero), add, (x.ndim - 1,))
+    return jnp.sum(total, axis=-1), jnp.sum(weighted, axis=-1)
 
 
 def _of_logits_backward(kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Array, None]:

@@ -5,19 +5,25 @@ V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth 
 """
 
 import math
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.config import ConfigError, ModelConfig, UserError
 from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
 
-REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+_products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_attended = jax.checkpoint_policies.save_only_these_names("attended")
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.save_from_both_policies(_products, _attended),
+    "dots": _products,
+    "full": None,
+}
 """What the backward pass finds kept of a block beside its input, by `ModelConfig.remat`."""
 
 
@@ -59,19 +65,9 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         """`x` of any shape (..., D); returns the same shape and dtype."""
         scale_D = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        return _normalised(x, scale_D, self.eps)
-
-
-@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _normalised(x: Array, scale_D: Array, eps: float) -> Array:
-    x32 = x.astype(jnp.float32)
-    normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
-
-
-@partial(jax.checkpoint, prevent_cse=False)
-def _gated(gate: Array, up: Array) -> Array:
-    return nn.silu(gate) * up
+        x32 = x.astype(jnp.float32)
+        normalised = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        return (normalised * jnp.expand_dims(scale_D, range(x.ndim - 1))).astype(x.dtype)
 
 
 class Attention(nn.Module):
@@ -85,9 +81,8 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
-        heads = lambda name, n: nn.DenseGeneral(  # noqa: E731
-            (n, c.head_dim), use_bias=c.qkv_bias, dtype=c.compute_dtype, dot_general=matrix_product, name=name
-        )
+        product = {"dtype": c.compute_dtype, "dot_general": matrix_product}
+        heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=c.qkv_bias, name=name, **product)  # noqa: E731
         q_BTHd, k_BTKd = heads("q", c.query_heads)(x_BTD), heads("k", c.kv_heads)(x_BTD)
         v_BTKd = heads("v", c.kv_heads)(x_BTD)
         if c.qk_norm:
@@ -99,8 +94,8 @@ class Attention(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
             )
             k_BTKd, v_BTKd = cache
-        out_BTHd = attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS)
-        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, dtype=c.compute_dtype, dot_general=matrix_product, name="o")
+        out_BTHd = checkpoint_name(attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS), "attended")
+        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, name="o", **product)
         return output(out_BTHd), cache
 
 
@@ -115,12 +110,13 @@ class Block(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the residual stream (B, T, D) and this layer's cache."""
         c = self.config
-        dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, dot_general=matrix_product, name=name)  # noqa: E731
+        product = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
+        dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         attended, cache = Attention(c, name="attention")(normalised, positions_BT, mask_BTS, cache, index)
         x_BTD = x_BTD + attended
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
-        h_BTF = _gated(dense("gate", c.mlp_width)(h_BTD), dense("up", c.mlp_width)(h_BTD))
+        h_BTF = nn.silu(dense("gate", c.mlp_width)(h_BTD)) * dense("up", c.mlp_width)(h_BTD)
         return x_BTD + dense("down", c.width)(h_BTF), cache
 
 
@@ -155,10 +151,8 @@ class Transformer(nn.Module):
         if not c.tie_embeddings:
             self.unembedding = self.param("unembedding", table, (self.vocab_size, c.width), jnp.float32)
         # Layers are scanned, so nothing of one can be computed once for several, which is what prevent_cse is against.
-        remat = c.remat in REMAT_POLICIES
-        block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False) if remat else Block
         self.blocks = nn.scan(
-            block,
+            nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
