@@ -11,11 +11,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.models.positions import positions
+from m2po_jax.models.sharding import parts
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
 CHUNK_LOGITS = 2**26
-"""Most tokens, and most logits (256 MB in float32), of a chunk where the caller does not say."""
+"""Most tokens, and most logits (256 MB in float32), of a chunk, on each device, where the caller does not say."""
 _KEPT = "kept of a chunk"
 
 
@@ -39,7 +40,7 @@ def response_logprobs(
         response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_tokens: tokens whose logits are held at a time, or one of each row where that is more; None: as many as
-            256 MB of logits hold.
+            256 MB of logits hold on each device.
 
     Returns:
         log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
@@ -89,7 +90,7 @@ def _chunked(
     """Each chunk has tokens of every row, so that on a mesh that cuts rows all devices have a part of it."""
     rows, length = tokens_BT.shape
     if chunk_tokens is None:
-        chunk_tokens = min(CHUNK_TOKENS, CHUNK_LOGITS // model.vocab_size)
+        chunk_tokens = min(CHUNK_TOKENS * parts("B"), CHUNK_LOGITS * parts("BV") // model.vocab_size)
     if rows * length <= chunk_tokens:
         values = _logprob_and_entropy(
             model, params, hidden_BTD.reshape(rows * length, -1), jnp.ravel(tokens_BT), temperature

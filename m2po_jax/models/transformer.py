@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from m2po_jax.config import ConfigError, ModelConfig, UserError
 from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
+from m2po_jax.models.sharding import laid_out
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _attended = jax.checkpoint_policies.save_only_these_names("attended")
@@ -81,10 +82,10 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
-        product = {"dtype": c.compute_dtype, "dot_general": matrix_product}
+        product: dict[str, Any] = {"dtype": c.compute_dtype, "dot_general": matrix_product}
         heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=c.qkv_bias, name=name, **product)  # noqa: E731
-        q_BTHd, k_BTKd = heads("q", c.query_heads)(x_BTD), heads("k", c.kv_heads)(x_BTD)
-        v_BTKd = heads("v", c.kv_heads)(x_BTD)
+        q_BTHd = laid_out(heads("q", c.query_heads)(x_BTD), "BTHd")
+        k_BTKd, v_BTKd = (laid_out(heads(name, c.kv_heads)(x_BTD), "BTKd") for name in "kv")
         if c.qk_norm:
             q_BTHd, k_BTKd = RMSNorm(c.norm_eps, name="q_norm")(q_BTHd), RMSNorm(c.norm_eps, name="k_norm")(k_BTKd)
         q_BTHd, k_BTKd = (rotate(x, positions_BT, frequencies(c)) for x in (q_BTHd, k_BTKd))
@@ -94,7 +95,7 @@ class Attention(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
             )
             k_BTKd, v_BTKd = cache
-        out_BTHd = checkpoint_name(attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS), "attended")
+        out_BTHd = checkpoint_name(laid_out(attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS), "BTHd"), "attended")
         output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, name="o", **product)
         return output(out_BTHd), cache
 
@@ -110,14 +111,15 @@ class Block(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the residual stream (B, T, D) and this layer's cache."""
         c = self.config
-        product = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
+        product: dict[str, Any] = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
         dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         attended, cache = Attention(c, name="attention")(normalised, positions_BT, mask_BTS, cache, index)
-        x_BTD = x_BTD + attended
+        x_BTD = laid_out(x_BTD + attended, "BTD")
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
-        h_BTF = nn.silu(dense("gate", c.mlp_width)(h_BTD)) * dense("up", c.mlp_width)(h_BTD)
-        return x_BTD + dense("down", c.width)(h_BTF), cache
+        gate_BTF, up_BTF = (laid_out(dense(name, c.mlp_width)(h_BTD), "BTF") for name in ("gate", "up"))
+        h_BTF = nn.silu(gate_BTF) * up_BTF
+        return laid_out(x_BTD + dense("down", c.width)(h_BTF), "BTD"), cache
 
 
 class Transformer(nn.Module):
@@ -185,7 +187,8 @@ class Transformer(nn.Module):
         Returns:
             Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
         """
-        x_BTD = self.embedding[tokens_BT].astype(self.config.compute_dtype)
+        table_VD = laid_out(self.embedding, "VD")
+        x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
         query_slots = index + jnp.arange(tokens_BT.shape[1])
         causal_TS = jnp.arange(valid_BS.shape[1])[None, :] <= query_slots[:, None]
         mask_BTS = causal_TS[None] & valid_BS[:, None, :]
@@ -197,8 +200,9 @@ class Transformer(nn.Module):
     def logits(self, hidden_BTD: Array) -> Array:
         """Next-token logits (..., V) in float32 of hidden states (..., D)."""
         table_VD = self.embedding if self.config.tie_embeddings else self.unembedding
-        table_VD = table_VD.astype(hidden_BTD.dtype)
-        return jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+        table_VD = laid_out(table_VD.astype(hidden_BTD.dtype), "VD")
+        logits = jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+        return laid_out(logits, "BTV" if logits.ndim == 3 else "BV")
 
     def init_params(self, key: Array) -> dict:
         """Fresh float32 parameters."""
