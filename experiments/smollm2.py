@@ -23,28 +23,25 @@ from m2po_jax.config import (
 MODEL = "models/SmolLM2-135M-Instruct"
 """Where the model is looked for unless --model.source says otherwise."""
 
+TEMPLATE = "{question}\nAnswer with the number alone."
+
 
 def configs() -> tuple[Config, ...]:
     """The same small run on two tasks."""
-    arithmetic = TaskConfig(
-        min_operands=2, max_operands=3, template="{question}\nAnswer with the number alone.", max_prompt_tokens=64
-    )
+    arithmetic = TaskConfig(min_operands=2, max_operands=3, template=TEMPLATE)
     questions = TaskConfig(
-        name="questions",
-        questions="data/gsm8k_train.jsonl",
-        template="{question}\nThink step by step, and end with the number that answers the question.",
-        max_prompt_tokens=128,
+        name="questions", questions="data/gsm8k_train.jsonl", template=TEMPLATE, max_prompt_tokens=128
     )
-    return _run("arithmetic", arithmetic, 8, 16), _run("questions", questions, 4, 96)
+    return _run("arithmetic", arithmetic), _run("questions", questions)
 
 
-def _run(name: str, task: TaskConfig, prompts: int, max_new_tokens: int) -> Config:
+def _run(name: str, task: TaskConfig) -> Config:
     return Config(
         name=f"smollm2-{name}",
         task=task,
         model=ModelConfig(source=MODEL),
-        sampling=SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens),
-        rollouts=RolloutConfig(prompts_per_batch=prompts, group_size=4),
+        sampling=SamplingConfig(temperature=0.7, max_new_tokens=16),
+        rollouts=RolloutConfig(prompts_per_batch=8, group_size=4),
         staleness=StalenessConfig(k=4),
         learner=LearnerConfig(
             total_updates=8,
@@ -56,5 +53,5 @@ def _run(name: str, task: TaskConfig, prompts: int, max_new_tokens: int) -> Conf
             decay_updates=None,
             diagnostics_every=1,
         ),
-        evaluation=EvaluationConfig(every=8, prompts=16),
+        evaluation=EvaluationConfig(every=8, prompts=64),
     )
