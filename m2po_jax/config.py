@@ -113,7 +113,7 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the matrix multiplications; softmax, norms and logits are float32 always."""
     remat: Literal["none", "dots", "full"] = "none"
-    """What a block computes again in the backward pass to save memory: nothing, all but products with weights, all."""
+    """What a block computes again in the backward pass: scores and elementwise values; all attention; all."""
 
     def __post_init__(self):
         for name in ("width", "layers", "query_heads", "kv_heads", "head_dim", "mlp_width", "rope_original_positions"):

@@ -1,18 +1,23 @@
 """Log-prob and entropy of given tokens, in chunks, so that the logits of a whole batch are never held."""
 
+import math
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.models.positions import positions
+from m2po_jax.models.sharding import parts
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
-CHUNK_LOGITS = 2**25
-"""Most tokens, and most logits (128 MB in float32), of a chunk where the caller does not say."""
+CHUNK_LOGITS = 2**26
+"""Most tokens, and most logits (256 MB in float32), of a chunk, on each device, where the caller does not say."""
+_KEPT = "kept of a chunk"
 
 
 def response_logprobs(
@@ -34,7 +39,8 @@ def response_logprobs(
         prompt_tokens_BP: int32, padded on the left; prompt_valid_BP bool, True on real tokens.
         response_tokens_BT: int32, padded on the right; response_mask_BT bool, True on real tokens.
         temperature: divides the logits, as it did when the tokens were sampled.
-        chunk_tokens: tokens whose logits are held at a time; None: as many as 128 MB of logits hold.
+        chunk_tokens: tokens whose logits are held at a time, or one of each row where that is more; None: as many as
+            256 MB of logits hold on each device.
 
     Returns:
         log-probs and entropies, float32 (B, T), both zero off `response_mask_BT`.
@@ -81,31 +87,79 @@ def _chunked(
     temperature: float | Array,
     chunk_tokens: int | None,
 ) -> tuple[Array, Array]:
-    count = tokens_BT.size
+    """Each chunk has tokens of every row, so that on a mesh that cuts rows all devices have a part of it."""
+    rows, length = tokens_BT.shape
     if chunk_tokens is None:
-        chunk_tokens = min(CHUNK_TOKENS, max(1, CHUNK_LOGITS // model.vocab_size))
-    if count <= chunk_tokens:
-        return _logprob_and_entropy(model, params, hidden_BTD, tokens_BT, temperature)
-    padding = -count % chunk_tokens
-    rows = jnp.pad(hidden_BTD.reshape(count, -1), ((0, padding), (0, 0)))
-    targets = jnp.pad(tokens_BT.reshape(count), (0, padding))
+        chunk_tokens = min(CHUNK_TOKENS * parts("B"), CHUNK_LOGITS * parts("BV") // model.vocab_size)
+    if rows * length <= chunk_tokens:
+        values = _logprob_and_entropy(
+            model, params, hidden_BTD.reshape(rows * length, -1), jnp.ravel(tokens_BT), temperature
+        )
+        return values[0].reshape(rows, length), values[1].reshape(rows, length)
+    chunks = -(-length // max(1, chunk_tokens // rows))
+    width = -(-length // chunks)
 
-    @jax.checkpoint
+    @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
     def chunk(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        hidden, tokens = inputs
-        return None, _logprob_and_entropy(model, params, hidden, tokens, temperature)
+        return None, _logprob_and_entropy(model, params, *inputs, temperature)
 
-    split = lambda x: x.reshape(-1, chunk_tokens, *x.shape[1:])  # noqa: E731
-    _, outputs = jax.lax.scan(chunk, None, (split(rows), split(targets)))
-    logprobs, entropy = (x.reshape(-1)[:count].reshape(tokens_BT.shape) for x in outputs)
+    def split(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (0, chunks * width - length), *((0, 0),) * (x.ndim - 2)))
+        swapped = jnp.swapaxes(padded.reshape(rows, chunks, width, *x.shape[2:]), 0, 1)
+        return swapped.reshape(chunks, rows * width, *x.shape[2:])
+
+    _, outputs = jax.lax.scan(chunk, None, (split(hidden_BTD), split(jnp.asarray(tokens_BT))))
+    whole = (jnp.swapaxes(x.reshape(chunks, rows, width), 0, 1) for x in outputs)
+    logprobs, entropy = (x.reshape(rows, -1)[:, :length] for x in whole)
     return logprobs, entropy
 
 
 def _logprob_and_entropy(
     model: Transformer, params: Any, hidden: Array, tokens: Array | np.ndarray, temperature: float | Array
 ) -> tuple[Array, Array]:
-    logits = logits_of(model, params, hidden) / temperature
-    all_logprobs = jax.nn.log_softmax(logits)
-    logprobs = jnp.take_along_axis(all_logprobs, jnp.asarray(tokens)[..., None], axis=-1)[..., 0]
-    entropy = -jnp.sum(jnp.exp(all_logprobs) * all_logprobs, axis=-1)
-    return logprobs, entropy
+    return _of_logits(logits_of(model, params, hidden) / temperature, jnp.asarray(tokens))
+
+
+@jax.custom_vjp
+def _of_logits(logits: Array, tokens: Array) -> tuple[Array, Array]:
+    """Log-prob of the tokens (...) and entropy (...), float32, under logits (..., V)."""
+    return _of_logits_forward(logits, tokens)[0]
+
+
+def _of_logits_forward(logits: Array, tokens: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    largest = jnp.max(logits, axis=-1)
+    shifted = logits - largest[..., None]
+    total, weighted = jax.lax.platform_dependent(shifted, cpu=_sums_in_lanes, default=_sums)
+    entropy = checkpoint_name(jnp.log(total) - weighted / total, _KEPT)
+    normaliser = checkpoint_name(largest + jnp.log(total), _KEPT)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return (chosen - normaliser, entropy), (logits, tokens, normaliser, entropy)
+
+
+def _sums(x: Array) -> tuple[Array, Array]:
+    """Sums of e^x and of x e^x over the last axis."""
+    weights = jnp.exp(x)
+    return jnp.sum(weights, axis=-1), jnp.sum(weights * x, axis=-1)
+
+
+def _sums_in_lanes(x: Array) -> tuple[Array, Array]:
+    """The same in one pass that stores nothing of the size of `x`: 16 running sums side by side, then their sum."""
+    lanes = math.gcd(x.shape[-1], 16)
+    split = x.reshape(*x.shape[:-1], -1, lanes)
+    weights, zero = jnp.exp(split), jnp.float32(0.0)
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
+    total, weighted = jax.lax.reduce((weights, weights * split), (zero, zero), add, (x.ndim - 1,))
+    return jnp.sum(total, axis=-1), jnp.sum(weighted, axis=-1)
+
+
+def _of_logits_backward(kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Array, None]:
+    """d log p_t / dz = 1_t - p and dH / dz = -p (log p + H), in one pass over the logits."""
+    logits, tokens, normaliser, entropy = kept
+    by_logprob, by_entropy = (x[..., None] for x in cotangents)
+    logprobs = logits - normaliser[..., None]
+    slope = by_logprob + by_entropy * (logprobs + entropy[..., None])
+    ids = jax.lax.broadcasted_iota(tokens.dtype, logits.shape, logits.ndim - 1)
+    return jnp.where(ids == tokens[..., None], by_logprob, 0.0) - jnp.exp(logprobs) * slope, None
+
+
+_of_logits.defvjp(_of_logits_forward, _of_logits_backward)

@@ -1,8 +1,11 @@
 """Where parameters and batches lie on a mesh of (data, fsdp, tensor): one table from logical to mesh axes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2po_jax.config import ConfigError, ModelConfig
@@ -25,6 +28,18 @@ RULES: dict[str, str | None] = {
 BATCH_AXES = ("data", "fsdp")
 """Mesh axes that cut the rows of a batch: each part of a copy computes rows of its own."""
 
+ACTIVATION_RULES: dict[str, str | tuple[str, ...] | None] = {
+    "B": BATCH_AXES,
+    "T": None,
+    "D": None,
+    "H": "tensor",
+    "K": "tensor",
+    "d": None,
+    "F": "tensor",
+    "V": "tensor",
+}
+"""Axis letter of an activation, or of weights in use -> mesh axes that cut it; whole width means gathered weights."""
+
 
 def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> dict[str, Any]:
     """The sharding of every parameter, as a tree of the parameters' structure.
@@ -44,6 +59,38 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] =
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def laid_out(x: Array, axes: str) -> Array:
+    """`x`, whose axes these are, laid out by `ACTIVATION_RULES` on the mesh of `jax.set_mesh`; without one, `x` itself.
+
+    Otherwise XLA, given weights cut by fsdp, copies activations to all devices. An axis whose length the mesh does not
+    divide is left to XLA.
+    """
+    if not _on_mesh():
+        return x
+    spec = (
+        ACTIVATION_RULES[letter] if size % parts(letter) == 0 else PartitionSpec.UNCONSTRAINED
+        for letter, size in zip(axes, x.shape, strict=True)
+    )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def parts(axes: str) -> int:
+    """Into how many parts the mesh of `jax.set_mesh` cuts an activation with these axes; 1 without one."""
+    if not _on_mesh():
+        return 1
+    names = [name for letter in axes for name in _names(ACTIVATION_RULES[letter])]
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+
+def _on_mesh() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return set(MESH_AXES) <= set(mesh.axis_names) and mesh.are_all_axes_auto
+
+
+def _names(rule: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (rule,) if isinstance(rule, str) else rule or ()
 
 
 def _spec(row: Parameter, config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None]) -> PartitionSpec:

@@ -4,17 +4,27 @@ Axis letters: B sequence, T token, S cache slot, D width, H query head, K key/va
 V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth costs no compile time.
 """
 
+import math
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.config import ConfigError, ModelConfig, UserError
+from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
+from m2po_jax.models.sharding import laid_out
 
-REMAT_POLICIES = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+_products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_attended = jax.checkpoint_policies.save_only_these_names("attended")
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.save_from_both_policies(_products, _attended),
+    "dots": _products,
+    "full": None,
+}
 """What the backward pass finds kept of a block beside its input, by `ModelConfig.remat`."""
 
 
@@ -33,6 +43,18 @@ class Cache(NamedTuple):
     def repeat(self, times: int) -> "Cache":
         """Each sequence `times` times in a row: one prefill serves a whole group."""
         return Cache(*(jnp.repeat(x, times, axis=1) for x in self))
+
+
+def matrix_product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
+    """`jax.lax.dot_general` of (..., in axes) and (in axes, out axes) as a product of two matrices.
+
+    XLA for CPUs transposes, slowly, the operands of a gradient that sums over more than one axis.
+    """
+    ((contracted, _), _) = dimensions
+    inner = math.prod(kernel.shape[: len(contracted)])
+    rows = jnp.reshape(x, (-1, inner))
+    product = jax.lax.dot_general(rows, jnp.reshape(kernel, (inner, -1)), (((1,), (0,)), ((), ())), **options)
+    return jnp.reshape(product, (*x.shape[: -len(contracted)], *kernel.shape[len(contracted) :]))
 
 
 class RMSNorm(nn.Module):
@@ -60,11 +82,10 @@ class Attention(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
         c = self.config
-        heads = lambda name, n: nn.DenseGeneral(  # noqa: E731
-            (n, c.head_dim), use_bias=c.qkv_bias, dtype=c.compute_dtype, name=name
-        )
-        q_BTHd, k_BTKd = heads("q", c.query_heads)(x_BTD), heads("k", c.kv_heads)(x_BTD)
-        v_BTKd = heads("v", c.kv_heads)(x_BTD)
+        product: dict[str, Any] = {"dtype": c.compute_dtype, "dot_general": matrix_product}
+        heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=c.qkv_bias, name=name, **product)  # noqa: E731
+        q_BTHd = laid_out(heads("q", c.query_heads)(x_BTD), "BTHd")
+        k_BTKd, v_BTKd = (laid_out(heads(name, c.kv_heads)(x_BTD), "BTKd") for name in "kv")
         if c.qk_norm:
             q_BTHd, k_BTKd = RMSNorm(c.norm_eps, name="q_norm")(q_BTHd), RMSNorm(c.norm_eps, name="k_norm")(k_BTKd)
         q_BTHd, k_BTKd = (rotate(x, positions_BT, frequencies(c)) for x in (q_BTHd, k_BTKd))
@@ -74,8 +95,8 @@ class Attention(nn.Module):
                 jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
             )
             k_BTKd, v_BTKd = cache
-        out_BTHd = jax.nn.dot_product_attention(q_BTHd, k_BTKd, v_BTKd, mask=mask_BTS[:, None])
-        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, dtype=c.compute_dtype, name="o")
+        out_BTHd = checkpoint_name(laid_out(attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS), "BTHd"), "attended")
+        output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, name="o", **product)
         return output(out_BTHd), cache
 
 
@@ -90,13 +111,15 @@ class Block(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """Returns the residual stream (B, T, D) and this layer's cache."""
         c = self.config
-        dense = lambda name, n: nn.Dense(n, use_bias=False, dtype=c.compute_dtype, name=name)  # noqa: E731
+        product: dict[str, Any] = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
+        dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
         attended, cache = Attention(c, name="attention")(normalised, positions_BT, mask_BTS, cache, index)
-        x_BTD = x_BTD + attended
+        x_BTD = laid_out(x_BTD + attended, "BTD")
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
-        h_BTF = nn.silu(dense("gate", c.mlp_width)(h_BTD)) * dense("up", c.mlp_width)(h_BTD)
-        return x_BTD + dense("down", c.width)(h_BTF), cache
+        gate_BTF, up_BTF = (laid_out(dense(name, c.mlp_width)(h_BTD), "BTF") for name in ("gate", "up"))
+        h_BTF = nn.silu(gate_BTF) * up_BTF
+        return laid_out(x_BTD + dense("down", c.width)(h_BTF), "BTD"), cache
 
 
 class Transformer(nn.Module):
@@ -130,10 +153,8 @@ class Transformer(nn.Module):
         if not c.tie_embeddings:
             self.unembedding = self.param("unembedding", table, (self.vocab_size, c.width), jnp.float32)
         # Layers are scanned, so nothing of one can be computed once for several, which is what prevent_cse is against.
-        remat = c.remat in REMAT_POLICIES
-        block = nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False) if remat else Block
         self.blocks = nn.scan(
-            block,
+            nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
@@ -166,7 +187,8 @@ class Transformer(nn.Module):
         Returns:
             Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
         """
-        x_BTD = self.embedding[tokens_BT].astype(self.config.compute_dtype)
+        table_VD = laid_out(self.embedding, "VD")
+        x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
         query_slots = index + jnp.arange(tokens_BT.shape[1])
         causal_TS = jnp.arange(valid_BS.shape[1])[None, :] <= query_slots[:, None]
         mask_BTS = causal_TS[None] & valid_BS[:, None, :]
@@ -178,8 +200,9 @@ class Transformer(nn.Module):
     def logits(self, hidden_BTD: Array) -> Array:
         """Next-token logits (..., V) in float32 of hidden states (..., D)."""
         table_VD = self.embedding if self.config.tie_embeddings else self.unembedding
-        table_VD = table_VD.astype(hidden_BTD.dtype)
-        return jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+        table_VD = laid_out(table_VD.astype(hidden_BTD.dtype), "VD")
+        logits = jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
+        return laid_out(logits, "BTV" if logits.ndim == 3 else "BV")
 
     def init_params(self, key: Array) -> dict:
         """Fresh float32 parameters."""
