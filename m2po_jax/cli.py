@@ -83,6 +83,19 @@ class ExportOptions:
     """Store all tensors in this dtype. Default: as in the source, or bfloat16 where it has no weights."""
 
 
+@dataclass(frozen=True)
+class PlanOptions:
+    """Which slice, and the configuration, each field of which is a flag."""
+
+    topology: str
+    """Chip and shape of the slice, such as v5p:4x4x4; no TPU is needed."""
+    out: str | None = None
+    """Folder for plan.json and plan.txt. Default: runs/plans/NAME-TOPOLOGY."""
+    generator: bool = True
+    """Compile the generator's program too, on the same slice."""
+    config: Annotated[Config, arg(name="")] = field(default_factory=Config)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -156,6 +169,37 @@ def _train(options: TrainOptions, run: str) -> int:
     return 0
 
 
+def plan(arguments: list[str]) -> int:
+    """Compile a configuration for a TPU slice without a TPU: memory, FLOPs, collectives, bounds; exit 1 if too large.
+
+    Example: m2po plan experiments/plans.py:qwen3-8b --topology v5p:4x4x4 --mesh.fsdp 64
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX first asks for its devices; a TPU here stays free
+    from m2po_jax import catalog
+    from m2po_jax.planning import chips, report
+
+    reference = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if reference is None and not {"-h", "--help"} & set(arguments):
+        raise UserError("name a configuration: m2po plan experiments/plans.py:qwen3-8b --topology v5p:4x4x4")
+    config = catalog.resolved(Config()) if reference is None else catalog.find_config(reference)
+    if objective := _flag(arguments, OBJECTIVE_FLAG):
+        config = catalog.with_objective(config, objective)
+    options = tyro.cli(
+        PlanOptions,
+        default=PlanOptions(topology=tyro.MISSING, config=config),
+        args=arguments[1:] if reference else arguments,
+        prog="m2po plan CONFIG",
+        description=plan.__doc__,
+    )
+    config = catalog.with_sources(catalog.resolved(options.config))
+    where = chips.topology(options.topology)
+    folder = options.out or f"runs/plans/{config.name}-{options.topology.replace(':', '-')}"
+    say = lambda message: print(f"m2po: {message} ...", file=sys.stderr, flush=True)  # noqa: E731
+    found, text = report.write(config, where, folder, say, options.generator)
+    print(text, end="")
+    return 0 if found.fits else 1
+
+
 def sweep(arguments: list[str]) -> int:
     """Run every configuration of an experiment file, skipping what is done; write the report and print the table.
 
@@ -216,6 +260,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report,
     "inspect": inspect,
     "export": export,
+    "plan": plan,
 }
 
 

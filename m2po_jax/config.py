@@ -7,14 +7,14 @@ updates unless a field says otherwise.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import cattrs
 import tyro
 
 from m2po_jax import __version__
+from m2po_jax.config_json import differences as differences
+from m2po_jax.config_json import flatten, structured
 
 
 class UserError(Exception):
@@ -341,6 +341,23 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How the devices of the learner, and of the generator, share the work."""
+
+    data: int | None = None
+    """Copies of the model, each with its own rows of a batch; None: as many as the devices hold."""
+    fsdp: int = 1
+    """Parts that parameters and optimiser state of a copy are cut into, gathered when used; rows are cut too."""
+    tensor: int = 1
+    """Parts that every matrix product is cut into; must divide the heads, the feed-forward width and the vocabulary."""
+
+    def __post_init__(self):
+        for name in ("data", "fsdp", "tensor"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"mesh.{name} is {value}: use 1 or more parts")
+
+
+@dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -357,6 +374,7 @@ class Config:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
         learner, rollouts = self.learner, self.rollouts
@@ -420,69 +438,6 @@ def from_json(text: str, source: str = "config.json") -> Config:
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{source} is not a saved configuration: {error!r}") from error
     try:
-        return _converter().structure(data, Config)
-    except ConfigError:
-        raise
-    except Exception as error:  # cattrs raises groups of many types; all of them mean bad input
-        raise ConfigError(f"{source}: {'; '.join(_explain(error))}") from error
-
-
-def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
-    """Dotted field -> (value in a, value in b), for the fields that differ."""
-    flat_a, flat_b = flatten(a), flatten(b)
-    return {
-        key: (flat_a.get(key), flat_b.get(key))
-        for key in sorted(flat_a.keys() | flat_b.keys())
-        if flat_a.get(key) != flat_b.get(key)
-    }
-
-
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted field -> value of a (nested) dataclass or dict."""
-    items = (
-        config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    )
-    flat: dict[str, Any] = {}
-    for key, value in items.items():
-        if isinstance(value, dict) or dataclasses.is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    for kind in (int, str, bool):
-        converter.register_structure_hook(kind, _strictly(kind))
-    converter.register_structure_hook(float | bool | str, _hyperparameter)
-    converter.register_structure_hook(float, lambda value, _: float(_strictly((int, float))(value, float)))
-    return converter
-
-
-def _strictly(kind: type | tuple[type, ...]) -> Callable[[Any, type], Any]:
-    def structure(value: Any, _: type) -> Any:
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{value!r} is a {type(value).__name__}")
-        return value
-
-    return structure
-
-
-def _hyperparameter(value: Any, _: Any) -> float | bool | str:
-    if isinstance(value, bool | str):
-        return value
-    return float(_strictly((int, float))(value, float))
-
-
-def _explain(error: Exception) -> list[str]:
-    return cattrs.transform_error(error, format_exception=_explain_leaf)
-
-
-def _explain_leaf(error: BaseException, kind: type | None) -> str:
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, cattrs.ForbiddenExtraKeysError):
-        return f"unknown key {', '.join(sorted(error.extra_fields))}"
-    wanted = getattr(kind, "__name__", str(kind))
-    return f"expected {wanted}, but {error}"
+        return structured(data, Config, ConfigError)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error

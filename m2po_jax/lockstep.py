@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from m2po_jax import objectives
 from m2po_jax.config import Config, UserError
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
@@ -22,8 +21,9 @@ from m2po_jax.learner.batches import mini_batches
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.learner.spec import objective_of, update_spec
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
-from m2po_jax.learner.update import MiniBatch, UpdateSpec, make_score, make_update
+from m2po_jax.learner.update import MiniBatch, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer, huggingface
 from m2po_jax.progress import Progress
@@ -72,16 +72,7 @@ class Lockstep:
         config = info.config
         self.store, self.config, self.progress = store, config, progress
         self.task, self.model = task, model
-        self.spec = UpdateSpec(
-            self.model,
-            objective_of(config),
-            config.sampling.temperature,
-            config.rollouts.group_size,
-            config.objective.normalize_advantages or objectives.normalization(config.objective.name),
-            config.sampling.max_new_tokens,
-            config.objective.overlong_cache,
-            config.learner.micro_batches,
-        )
+        self.spec = update_spec(config, model)
         self.optimizer = make_optimizer(config.learner)
         self.update = make_update(self.spec, self.optimizer)
         self.score = make_score(self.spec)
@@ -319,12 +310,6 @@ def make_base(config: Config, run: str, progress: Progress) -> None:
     _check_base(config, run, None)
     with _opened(config, run, progress) as lockstep:
         lockstep.base_policy(None)
-
-
-def objective_of(config: Config) -> objectives.Objective:
-    """The objective of a run; ConfigError for a hyperparameter that it does not have."""
-    constant = config.objective.length_constant or float(config.sampling.max_new_tokens)
-    return objectives.get(config.objective.name, length_constant=constant, **config.objective.hyperparameters)
 
 
 def _check_base(config: Config, run: str, base: str | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "m2po_jax"
 LEVELS = (
-    {"config"},
+    {"config", "config_json"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
     {"cli", "lockstep", "sweep", "exporting", "catalog", "progress", "__main__"},

@@ -17,6 +17,7 @@ from m2po_jax.config import ConfigError, ModelConfig, UserError
 from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
 from m2po_jax.models.sharding import laid_out
+from m2po_jax.models.splash import Segments, fits, on_tpu, splash_attention
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _attended = jax.checkpoint_policies.save_only_these_names("attended")
@@ -94,7 +95,7 @@ class Attention(nn.Module):
         cache: Cache | None,
         layer: Array,
         positions_BT: Array,
-        mask_BTS: Array,
+        seen: Array | Segments,
         index: Array | int,
     ) -> tuple[Array, Cache | None]:
         """Returns the (B, T, D) output and the updated cache of all layers, or None."""
@@ -109,7 +110,11 @@ class Attention(nn.Module):
         if cache is not None:
             cache = cache.written(layer, index, k_BTKd, v_BTKd)
             k_BTKd, v_BTKd = cache.of(layer)
-        out_BTHd = checkpoint_name(laid_out(attention(q_BTHd, k_BTKd, v_BTKd, mask_BTS), "BTHd"), "attended")
+        if isinstance(seen, Segments):
+            out_BTHd = splash_attention(q_BTHd, k_BTKd, v_BTKd, seen)
+        else:
+            out_BTHd = attention(q_BTHd, k_BTKd, v_BTKd, seen)
+        out_BTHd = checkpoint_name(laid_out(out_BTHd, "BTHd"), "attended")
         output = nn.DenseGeneral(c.width, axis=(-2, -1), use_bias=False, name="o", **product)
         return output(out_BTHd), cache
 
@@ -125,7 +130,7 @@ class Block(nn.Module):
         carry: tuple[Array, Cache | None],
         layer: Array,
         positions_BT: Array,
-        mask_BTS: Array,
+        seen: Array | Segments,
         index: Array | int,
     ) -> tuple[tuple[Array, Cache | None], None]:
         """Takes and returns the residual stream (B, T, D) and the cache of all layers, which is written in place."""
@@ -133,7 +138,7 @@ class Block(nn.Module):
         product: dict[str, Any] = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
         dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        attended, cache = Attention(c, name="attention")(normalised, cache, layer, positions_BT, mask_BTS, index)
+        attended, cache = Attention(c, name="attention")(normalised, cache, layer, positions_BT, seen, index)
         x_BTD = laid_out(x_BTD + attended, "BTD")
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
         gate_BTF, up_BTF = (laid_out(dense(name, c.mlp_width)(h_BTD), "BTF") for name in ("gate", "up"))
@@ -178,7 +183,7 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.layers,
-            unroll=2,
+            unroll=1 if on_tpu() else 2,  # TPUs gain nothing from it, and compile twice as much
         )(c)
         self.final_norm = RMSNorm(c.norm_eps)
 
@@ -207,14 +212,24 @@ class Transformer(nn.Module):
         """
         table_VD = laid_out(self.embedding, "VD")
         x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
-        query_slots = index + jnp.arange(tokens_BT.shape[1])
+        seen = self._seen(tokens_BT.shape, valid_BS, cache is not None, index, segment_ids_BT)
+        layers = jnp.arange(self.config.layers)
+        (x_BTD, cache), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
+        return self.final_norm(x_BTD), cache
+
+    def _seen(
+        self, shape_BT: tuple[int, ...], valid_BS: Array, cached: bool, index: Array | int, segment_ids_BT: Array | None
+    ) -> Array | Segments:
+        """What each query sees: a mask (B, T, S), or for the kernel of TPUs, where it can be used, segments."""
+        c = self.config
+        if not cached and on_tpu() and fits(shape_BT, c.query_heads, c.kv_heads, c.head_dim):
+            return Segments(valid_BS.astype(jnp.int32) if segment_ids_BT is None else segment_ids_BT)
+        query_slots = index + jnp.arange(shape_BT[1])
         causal_TS = jnp.arange(valid_BS.shape[1])[None, :] <= query_slots[:, None]
         mask_BTS = causal_TS[None] & valid_BS[:, None, :]
         if segment_ids_BT is not None:
             mask_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        layers = jnp.arange(self.config.layers)
-        (x_BTD, cache), _ = self.blocks((x_BTD, cache), layers, positions_BT, mask_BTS, index)
-        return self.final_norm(x_BTD), cache
+        return mask_BTS
 
     def logits(self, hidden_BTD: Array) -> Array:
         """Next-token logits (..., V) in float32 of hidden states (..., D)."""

@@ -1,0 +1,133 @@
+"""The programs of a run, compiled for a topology from abstract values: no weights, no devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from m2po_jax.config import Config, ConfigError
+from m2po_jax.generation.engine import generate
+from m2po_jax.learner.spec import update_spec
+from m2po_jax.learner.state import TrainState, make_optimizer
+from m2po_jax.learner.update import MiniBatch, make_update
+from m2po_jax.models import Transformer
+from m2po_jax.models.mesh import require_rows
+from m2po_jax.models.sharding import batch_sharding, shardings
+from m2po_jax.objectives import Objective
+
+
+def lower_update(config: Config, mesh: Mesh) -> jax.stages.Lowered:
+    """The learner's update of one mini-batch on this mesh, its state donated.
+
+    Raises:
+        ConfigError: the mesh does not divide the model's axes or the rows of a micro-batch.
+    """
+    model = Transformer(config.model)
+    model.require_room(config.task.max_prompt_tokens + config.sampling.max_new_tokens)
+    require_rows(micro_batch_rows(config), "rows of a micro-batch (learner.micro_batches)", mesh)
+    spec, optimizer = update_spec(config, model), make_optimizer(config.learner)
+    state, batch = abstract_state(config, mesh), abstract_batch(config, mesh, spec.objective)
+    with jax.set_mesh(mesh):
+        return make_update(spec, optimizer).lower(state, batch)  # type: ignore[attr-defined]
+
+
+def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
+    """The generator's program for one work unit on this mesh: prefill, then a loop of decode steps.
+
+    Raises:
+        ConfigError: the mesh does not divide the model's axes or the prompts of a unit.
+    """
+    prompts, samples = config.rollouts.prompts_per_unit, config.rollouts.group_size
+    require_rows(prompts, "prompts of a work unit (rollouts.units_per_batch)", mesh)
+    rows = batch_sharding(mesh)
+    shape = (prompts, config.task.max_prompt_tokens)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), prompts * samples))
+    params = abstract_params(config, mesh)
+    with jax.set_mesh(mesh):
+        return generate.lower(
+            params,
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows),
+            jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype, sharding=rows),
+            jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())),
+            model=Transformer(config.model),
+            samples_per_prompt=samples,
+            max_new_tokens=config.sampling.max_new_tokens,
+            stop_ids=(0,),
+            pad_id=0,
+        )
+
+
+def mini_batch_rows(config: Config) -> int:
+    """Responses in one mini-batch, hence in one model update."""
+    return config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Responses whose activations are held at a time, over all devices."""
+    return -(-mini_batch_rows(config) // config.learner.micro_batches)
+
+
+def abstract_params(config: Config, mesh: Mesh) -> Any:
+    """The float32 parameters as shapes with their shardings."""
+    if config.model.vocab_size is None:
+        raise ConfigError("model.vocab_size is None: set it to the rows of the embedding")
+    model = Transformer(config.model)
+    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
+    return jax.tree.map(_with_sharding, shapes, shardings(config.model, mesh))
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """The train state: what the optimiser keeps of a parameter lies where the parameter lies."""
+    params, optimizer = abstract_params(config, mesh), make_optimizer(config.learner)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda shape, param: _with_sharding(shape, param.sharding),
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda shape: _with_sharding(shape, everywhere),
+    )
+    version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(version, params, opt_state)
+
+
+def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatch:
+    """One mini-batch at full widths, its rows cut over the mesh."""
+    count, rows = mini_batch_rows(config), batch_sharding(mesh)
+
+    def of(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=rows)
+
+    prompt, response = config.task.max_prompt_tokens, config.sampling.max_new_tokens
+    floats = of(jnp.float32, response)
+    return MiniBatch(
+        prompt_tokens=of(jnp.int32, prompt),
+        prompt_valid=of(jnp.bool_, prompt),
+        response_tokens=of(jnp.int32, response),
+        response_mask=of(jnp.bool_, response),
+        behavior_logprobs=floats,
+        rewards=of(jnp.float32),
+        truncated=of(jnp.bool_),
+        staleness=of(jnp.int32),
+        proximal_logprobs=floats if objective.definition.proximal else None,
+        reference_logprobs=floats if objective.config.kl_coefficient else None,
+    )
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree of abstract arrays on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        count = 1
+        for axis in shard:
+            count *= axis
+        total += count * leaf.dtype.itemsize
+    return total
+
+
+def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

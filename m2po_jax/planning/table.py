@@ -1,0 +1,147 @@
+"""A plan as text to read and as JSON to keep."""
+
+import dataclasses
+import json
+from typing import Any
+
+from m2po_jax import __version__
+from m2po_jax.planning.chips import GiB
+from m2po_jax.planning.plan import MASK_PASSES, Plan, ProgramPlan
+
+MOST_SHARE = 0.9
+"""Share of HBM above which a plan is called tight."""
+
+
+def to_json(plan: Plan) -> str:
+    """Every number of a plan, with the configuration, as the text of a JSON file."""
+    document: dict[str, Any] = {"package_version": __version__, **dataclasses.asdict(plan), "fits": plan.fits}
+    return json.dumps(document, indent=1, sort_keys=True) + "\n"
+
+
+def to_text(plan: Plan) -> str:
+    """What a person wants to know, in lines of at most 110 characters."""
+    mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
+    lines = [f"{plan.config.name} on {plan.topology}: {plan.devices} chips, mesh {mesh}", ""]
+    for program in (plan.update, plan.generate):
+        if program is not None:
+            lines += [*_program(plan, program), ""]
+    lines += [*_store(plan), ""] if plan.store else []
+    lines += _verdict(plan)
+    return "\n".join(lines) + "\n"
+
+
+def _program(plan: Plan, program: ProgramPlan) -> list[str]:
+    memory = program.memory
+    title = "update of one mini-batch" if program.name == "update" else "generation of one work unit"
+    lines = [f"{title} (compiled in {program.compile_s:.0f} s); GiB a chip"]
+    parts = {
+        "parameters": memory.params,
+        "optimiser": memory.optimizer,
+        "batch": memory.batch,
+        "gradients, activations": memory.working,
+        "code": memory.code,
+        "peak": memory.peak,
+    }
+    if memory.refused is not None:
+        parts = {name: parts[name] for name in ("parameters", "optimiser", "peak")}
+    lines += [f"  {name:24}{size / GiB:10.2f}" for name, size in parts.items()]
+    lines[-1] += f"   {memory.peak / memory.hbm:.0%} of the {memory.hbm / GiB:.0f} of a {plan.chip.name}"
+    return lines + _work(plan, program) if program.costs is not None else lines
+
+
+def _work(plan: Plan, program: ProgramPlan) -> list[str]:
+    costs, bounds = program.costs, program.bounds
+    assert costs is not None and bounds is not None
+    ratio = program.flops * plan.devices / program.executed_flops
+    lines = [
+        f"  FLOPs, all chips        {_si(program.flops * plan.devices):>10}   counted in the compiled program",
+        f"                          {_si(program.executed_flops):>10}   closed form, with what is computed again;"
+        f" counted is {ratio:.2f} of it",
+        f"                          {_si(program.useful_flops):>10}   closed form, what MFU counts",
+        f"  bytes through HBM       {_si(costs.hbm_bytes):>10}   a chip",
+    ]
+    if program.kernel_flops:
+        lines.append(f"  of the FLOPs            {program.kernel_flops / program.flops:>10.0%}   in attention kernels")
+    for kind, traffic in costs.collectives.items():
+        lines.append(
+            f"  {kind:22}{traffic.count:12,}   a chip, {_si(traffic.payload_bytes)}B, of which it sends"
+            f" {_si(traffic.sent_bytes)}B"
+        )
+    if program.data_loops:
+        trips = MASK_PASSES if program.name == "update" else plan.config.sampling.max_new_tokens
+        lines.append(f"  assumed                 {trips:>10,}   trips of loops that depend on data")
+    return [
+        *lines,
+        f"  no less than            {bounds.bound_s:>9.3g}s   by {bounds.limit}: compute {bounds.compute_s:.3g}, HBM"
+        f" {bounds.hbm_s:.3g}, interconnect {bounds.interconnect_s:.3g} s",
+        f"  no more MFU than        {program.most_mfu:>10.0%}   a bound from published peaks, not a prediction",
+    ]
+
+
+def _store(plan: Plan) -> list[str]:
+    cost = plan.store
+    assert cost is not None
+    return [
+        f"store, if every update takes the bound of {cost.update_s:.3g} s; before compression, at full lengths",
+        f"  rollouts                {_si(cost.rollout_bytes_per_batch):>10}B  a batch,"
+        f" {_si(cost.rollout_bytes_per_hour)}B an hour",
+        f"  weights                 {_si(cost.weights_bytes):>10}B  a version,"
+        f" {_si(cost.weights_bytes_per_hour)}B an hour written",
+        f"  weights kept            {_si(cost.weights_kept_bytes):>10}B  in {cost.weights_kept} versions",
+        f"  checkpoints             {_si(cost.checkpoint_bytes):>10}B  kept",
+        f"  objects                 {cost.objects_per_hour:>10,.0f}   created an hour",
+        f"  requests                {cost.requests_per_hour:>10,.0f}   an hour, of one learner and one generator",
+    ]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    programs = [program for program in (plan.update, plan.generate) if program is not None]
+    lines = []
+    for program in programs:
+        memory = program.memory
+        share = memory.peak / memory.hbm
+        if not memory.fits:
+            lines.append(f"{program.name} DOES NOT FIT: {_advice(plan, program)}")
+        elif share > MOST_SHARE:
+            lines.append(f"{program.name} fits, but with {share:.0%} of HBM it is tight: {_advice(plan, program)}")
+        else:
+            lines.append(f"{program.name} fits, with {1 - share:.0%} of HBM to spare")
+    return [*lines, f"figures of the chip: {plan.chip.source}"]
+
+
+def _advice(plan: Plan, program: ProgramPlan) -> str:
+    """What to change, the cheapest first."""
+    config, memory = plan.config, program.memory
+    held = memory.params + memory.optimizer
+    parts = plan.mesh["data"] * plan.mesh["fsdp"]
+    ways = []
+    if plan.mesh["data"] > 1:
+        ways.append(f"cut the parameters over all chips (--mesh.fsdp {parts})")
+    if program.name == "generate":
+        ways.append(f"make smaller work units (--rollouts.units-per-batch {2 * config.rollouts.units_per_batch})")
+    elif held < memory.hbm:
+        if config.model.remat != "full":
+            ways.append("keep less for the backward pass (--model.remat full)")
+        rows = _micro_rows(plan)
+        if rows > parts:
+            ways.append(f"use more micro-batches (--learner.micro-batches {2 * config.learner.micro_batches})")
+        else:
+            ways.append("each chip has one row of a micro-batch already: cut rows themselves (--mesh.tensor 2)")
+    else:
+        ways.append("parameters and optimiser alone are too large")
+    return "; ".join([*ways, "or take a larger slice"])
+
+
+def _micro_rows(plan: Plan) -> int:
+    rollouts, learner = plan.config.rollouts, plan.config.learner
+    rows = rollouts.prompts_per_batch * rollouts.group_size // learner.updates_per_batch
+    return -(-rows // learner.micro_batches)
+
+
+def _si(number: float) -> str:
+    """Three digits and a prefix: 1.23 T."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(number) < 999.5:
+            return f"{number:.3g} {prefix}"
+        number /= 1000.0
+    return f"{number:.3g} Z"

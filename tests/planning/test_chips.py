@@ -1,0 +1,51 @@
+"""Topologies by name, and what is said of those that do not exist."""
+
+import importlib.util
+
+import pytest
+
+from m2po_jax.config import UserError
+from m2po_jax.planning import chips
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is missing: pip install 'jax[tpu]'"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5q:2x4", "did you mean v5e:2x4"),
+        ("", "Chips are v5e, v5p, v6e"),
+        ("v5p:4x4", "v5p has 3 axes, as in v5p:2x2x1"),
+        ("v5e:0x4", "v5e has 2 axes"),
+        ("v5e", "v5e has 2 axes"),
+    ],
+)
+def test_a_name_that_is_none_is_refused_in_one_line(name, said):
+    with pytest.raises(UserError, match=said) as refusal:
+        chips.topology(name)
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_the_compiler_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'pip install "jax\[tpu\]==\d+\.\d+\.\d+"'):
+        chips.topology("v5e:2x4")
+
+
+@needs_libtpu
+def test_a_slice_has_its_chips():
+    found = chips.topology("v5p:2x2x2")
+    assert len(found.devices) == 8
+    assert found.chip.name == "v5p"
+    with pytest.raises(UserError, match="there is no topology v5e:3x5: use one of v5e:2x2"):
+        chips.topology("v5e:3x5")
+
+
+def test_every_chip_has_a_source_and_slices_in_order():
+    for name, chip in chips.CHIPS.items():
+        assert chip.source.startswith("https://")
+        counts = [chips.chips_in(shape) for shape in chips.SLICES[name]]
+        assert counts == sorted(counts)
+        assert all(shape.count("x") == chip.dimensions - 1 for shape in chips.SLICES[name])
