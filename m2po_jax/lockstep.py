@@ -5,15 +5,16 @@ For each batch: make what is missing, read and verify it, record what is about t
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from m2po_jax.config import Config, UserError
+from m2po_jax.config import Config, ModelConfig, UserError
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
 from m2po_jax.generation.engine import Streams
@@ -22,10 +23,11 @@ from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.metrics import MetricsLog
 from m2po_jax.learner.spec import objective_of, update_spec
-from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer
+from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer, shardings_of
 from m2po_jax.learner.update import MiniBatch, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
-from m2po_jax.models import Transformer, huggingface
+from m2po_jax.models import Transformer, huggingface, sharding
+from m2po_jax.models.mesh import make_mesh, require_rows
 from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
     BadShard,
@@ -67,20 +69,26 @@ class Outcome:
 class Lockstep:
     """The parts of one run, assembled once; `run` drives them."""
 
-    def __init__(self, store: Store, info: RunInfo, progress: Progress, task: Task, model: Transformer):
-        """Builds objective, generator and evaluator of the run's configuration around its task and model."""
+    def __init__(
+        self, store: Store, info: RunInfo, progress: Progress, task: Task, model: Transformer, mesh: Mesh | None
+    ):
+        """Builds objective, generator and evaluator of the run's configuration around its task and model.
+
+        `mesh` is None where there is one device.
+        """
         config = info.config
         self.store, self.config, self.progress = store, config, progress
-        self.task, self.model = task, model
+        self.task, self.model, self.mesh = task, model, mesh
         self.spec = update_spec(config, model)
         self.optimizer = make_optimizer(config.learner)
-        self.update = make_update(self.spec, self.optimizer)
         self.score = make_score(self.spec)
         self.reference: Any = None
         steps = jnp.arange(config.learner.total_updates)
         self.learning_rates = np.asarray(jax.vmap(learning_rate_schedule(config.learner))(steps))
-        self.abstract_params = jax.eval_shape(self.model.init_params, jax.random.key(0))
-        self.generator = Generator(store, info.run_id, config, self.task, self.model)
+        self.abstract_params: Any = jax.eval_shape(self.model.init_params, jax.random.key(0))
+        if mesh is not None:
+            self.abstract_params = sharding.abstract_params(_sized(model), mesh)
+        self.generator = Generator(store, info.run_id, config, self.task, self.model, self.abstract_params)
         self.held_out = HeldOut(Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed)
         self.delay_line = {
             "k": config.staleness.k,
@@ -96,7 +104,8 @@ class Lockstep:
             params, _ = weights.load(Store.open(base), 0, self.abstract_params)
             self.progress.note(f"base policy taken from {base}")
         elif self.config.model.source is not None:
-            params = huggingface.load(self.config.model.source, self.config.model)
+            where = None if self.mesh is None else sharding.shardings(self.config.model, self.mesh)
+            params = huggingface.load(self.config.model.source, self.config.model, where)
             self.progress.note(f"base policy read from {self.config.model.source}")
         else:
             params = self._warm_started()
@@ -120,9 +129,14 @@ class Lockstep:
 
     def run(self) -> Outcome:
         """Train from the newest checkpoint, or from version 0, to the end or until asked to stop."""
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            return self._run()
+
+    def _run(self) -> Outcome:
         learner = self.config.learner
         checkpoints = Checkpoints(self.store, learner.keep_checkpoints)
         state = self._restored(checkpoints)
+        self.update = make_update(self.spec, self.optimizer, None if self.mesh is None else shardings_of(state))
         version = int(state.version)
         log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note)
         if self.spec.objective.config.kl_coefficient:
@@ -164,6 +178,8 @@ class Lockstep:
         learner = self.config.learner
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
         batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
+        if self.mesh is not None:
+            batches = jax.device_put(batches, sharding.batch_sharding(self.mesh))
         self.progress.doing("learning")
         batches = [self._scored(state, batch) for batch in batches]
         if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
@@ -331,9 +347,25 @@ def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
     task.held_out(config.evaluation.prompts)
     model = Transformer(config.model, task.tokenizer.vocab_size)
     model.require_room(task.max_prompt_tokens + config.sampling.max_new_tokens)
+    mesh = _mesh(config, model)
     for note in task.notes:
         progress.note(note)
     store = Store.open(run, create=True)
     info = create_or_resume(store, config)
     with sole_learner(store):
-        yield Lockstep(store, info, progress, task, model)
+        yield Lockstep(store, info, progress, task, model, mesh)
+
+
+def _mesh(config: Config, model: Transformer) -> Mesh | None:
+    """The mesh of a run, None where it is one device; ConfigError if it does not divide the model or the batch."""
+    mesh = make_mesh(config.mesh)
+    if mesh.size == 1:
+        return None
+    sharding.shardings(_sized(model), mesh)
+    responses = config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
+    require_rows(-(-responses // config.learner.micro_batches), "responses of a micro-batch", mesh)
+    return mesh
+
+
+def _sized(model: Transformer) -> ModelConfig:
+    return replace(model.config, vocab_size=model.vocab_size)

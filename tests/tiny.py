@@ -19,6 +19,7 @@ from m2po_jax.config import (
     Config,
     EvaluationConfig,
     LearnerConfig,
+    MeshConfig,
     ModelConfig,
     RolloutConfig,
     SamplingConfig,
@@ -49,6 +50,7 @@ TINY = Config(
         diagnostics_every=None,
     ),
     evaluation=EvaluationConfig(every=8, prompts=16),
+    mesh=MeshConfig(data=1),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from m2po_jax.config import (
     Config,
     EvaluationConfig,
     LearnerConfig,
+    MeshConfig,
     ModelConfig,
     ObjectiveConfig,
     RolloutConfig,
@@ -42,6 +43,7 @@ BASE = Config(
         decay_updates=None, diagnostics_every=1,
     ),
     evaluation=EvaluationConfig(every=6, prompts=8),
+    mesh=MeshConfig(data=1),
 )  # fmt: skip
 
 

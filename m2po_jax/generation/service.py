@@ -21,13 +21,18 @@ _GROUPS_PER_VERSION = 2**32
 class Generator:
     """Makes the units of one run; any number of generators may make the same unit, and the first shard stays."""
 
-    def __init__(self, store: Store, run_id: str, config: Config, task: Task, model: Transformer):
-        """`store` is the run's; `config`, `task` and `model` must be those of its `config.json`."""
+    def __init__(
+        self, store: Store, run_id: str, config: Config, task: Task, model: Transformer, abstract_params: Any = None
+    ):
+        """`store` is the run's; `config`, `task` and `model` must be those of its `config.json`.
+
+        `abstract_params` says where the parameters lie; None: on the first device.
+        """
         self.store, self.run_id, self.config, self.task = store, run_id, config, task
         self.sampler = Sampler(task, model, config.sampling)
         self.producer = f"{socket.gethostname()}:{os.getpid()}"
         self._stream = Streams.of(config.seed).rollouts
-        self._abstract = jax.eval_shape(model.init_params, jax.random.key(0))
+        self._abstract = abstract_params or jax.eval_shape(model.init_params, jax.random.key(0))
         self._loaded: tuple[int, Any, str] | None = None
 
     def make_missing(self, units: Sequence[UnitId]) -> list[UnitId]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from m2po_jax.config import LearnerConfig
 
@@ -46,10 +47,39 @@ def learning_rate_schedule(config: LearnerConfig) -> optax.Schedule:
     return optax.join_schedules([ramp, optax.constant_schedule(peak), fall], [warmup, constant])
 
 
+def abstract_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state as shapes with shardings: what the optimiser keeps of a parameter lies where the parameter lies.
+
+    `params` are arrays or shapes with shardings; the rest of the state is on all of their devices.
+    """
+    where = jax.tree.leaves(params)[0].sharding
+    everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+    opt_state = optax.tree_map_params(
+        optimizer,
+        lambda shape, param: _at(shape, param.sharding),
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda shape: _at(shape, everywhere),
+    )
+    version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(version, jax.tree.map(lambda x: _at(x, x.sharding), params), opt_state)
+
+
+def shardings_of(tree: Any) -> Any:
+    """Where each array or shape of a tree lies."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """Version 0 with a fresh optimiser; `params` is copied, since updates donate the state."""
     params = jax.tree.map(jnp.array, params)
-    return TrainState(jnp.int32(0), params, optimizer.init(params))
+    like = abstract_state(params, optimizer)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings_of(like.opt_state))(params)
+    return TrainState(jax.device_put(jnp.int32(0), like.version.sharding), params, opt_state)
+
+
+def _at(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def apply_gradients(

@@ -58,15 +58,18 @@ class UpdateSpec(NamedTuple):
     micro_batches: int = 1
 
 
-def make_update(spec: UpdateSpec, optimizer: optax.GradientTransformation) -> Update:
-    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated, metrics are float32 arrays."""
+def make_update(spec: UpdateSpec, optimizer: optax.GradientTransformation, shardings: Any = None) -> Update:
+    """The jitted `update(state, batch) -> (state, metrics)`; the state is donated, metrics are float32 arrays.
+
+    `shardings` is a tree like the state's, of where the next state is to lie; None leaves that to XLA.
+    """
 
     def update(state: TrainState, batch: MiniBatch) -> tuple[TrainState, dict[str, Array]]:
         loss, grads, metrics = loss_and_gradient(state.params, spec, batch)
         state, step_metrics = apply_gradients(state, grads, loss, optimizer)
         return state, metrics | step_metrics
 
-    return jax.jit(update, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
 
 
 def make_score(spec: UpdateSpec) -> Score:

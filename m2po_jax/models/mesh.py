@@ -11,13 +11,17 @@ from m2po_jax.models.sharding import BATCH_AXES, MESH_AXES
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of (data, fsdp, tensor) with Auto axes over all of `devices`, by default those of the process.
+    """A mesh of (data, fsdp, tensor) with Auto axes over `devices`, by default all of JAX's.
+
+    With `mesh.data` set, and devices to spare, over the first ones of them.
 
     Raises:
         ConfigError: the devices do not divide into the parts asked for.
     """
     devices = jax.devices() if devices is None else devices
     copy = config.fsdp * config.tensor
+    if config.data is not None and jax.process_count() == 1:
+        devices = devices[: config.data * copy]
     count, left = divmod(len(devices), copy)
     if left or not count:
         raise ConfigError(

@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2po_jax.config import ConfigError, ModelConfig
-from m2po_jax.models.parameters import SIZES, Parameter, size, table, tree
+from m2po_jax.models.parameters import SIZES, Parameter, leaf, size, table, tree
 
 MESH_AXES = ("data", "fsdp", "tensor")
 """Axes of the mesh: copies of the model, parts of a copy gathered when used, parts of each matrix product."""
@@ -54,6 +54,14 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str | None] =
     if lacking:
         raise ConfigError(f"the mesh has axes {', '.join(mesh.axis_names)}, not {', '.join(map(str, lacking))}")
     return tree({row: NamedSharding(mesh, _spec(row, config, mesh, rules)) for row in table(config)})
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """The float32 parameters as shapes with their shardings; raises ConfigError as `shardings` does."""
+    where = shardings(config, mesh)
+    return tree(
+        {row: jax.ShapeDtypeStruct(row.shape(config), "float32", sharding=leaf(where, row)) for row in table(config)}
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

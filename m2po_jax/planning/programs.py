@@ -4,17 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2po_jax.config import Config, ConfigError
 from m2po_jax.generation.engine import generate
+from m2po_jax.learner import state
 from m2po_jax.learner.spec import update_spec
 from m2po_jax.learner.state import TrainState, make_optimizer
 from m2po_jax.learner.update import MiniBatch, make_update
-from m2po_jax.models import Transformer
+from m2po_jax.models import Transformer, sharding
 from m2po_jax.models.mesh import require_rows
-from m2po_jax.models.sharding import batch_sharding, shardings
+from m2po_jax.models.sharding import batch_sharding
 from m2po_jax.objectives import Objective
 
 
@@ -28,9 +28,9 @@ def lower_update(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     model.require_room(config.task.max_prompt_tokens + config.sampling.max_new_tokens)
     require_rows(micro_batch_rows(config), "rows of a micro-batch (learner.micro_batches)", mesh)
     spec, optimizer = update_spec(config, model), make_optimizer(config.learner)
-    state, batch = abstract_state(config, mesh), abstract_batch(config, mesh, spec.objective)
+    like, batch = abstract_state(config, mesh), abstract_batch(config, mesh, spec.objective)
     with jax.set_mesh(mesh):
-        return make_update(spec, optimizer).lower(state, batch)  # type: ignore[attr-defined]
+        return make_update(spec, optimizer, state.shardings_of(like)).lower(like, batch)  # type: ignore[attr-defined]
 
 
 def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
@@ -74,24 +74,12 @@ def abstract_params(config: Config, mesh: Mesh) -> Any:
     """The float32 parameters as shapes with their shardings."""
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is None: set it to the rows of the embedding")
-    model = Transformer(config.model)
-    shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
-    return jax.tree.map(_with_sharding, shapes, shardings(config.model, mesh))
+    return sharding.abstract_params(config.model, mesh)
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
-    """The train state: what the optimiser keeps of a parameter lies where the parameter lies."""
-    params, optimizer = abstract_params(config, mesh), make_optimizer(config.learner)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_map_params(
-        optimizer,
-        lambda shape, param: _with_sharding(shape, param.sharding),
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda shape: _with_sharding(shape, everywhere),
-    )
-    version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    return TrainState(version, params, opt_state)
+    """The train state as shapes with their shardings."""
+    return state.abstract_state(abstract_params(config, mesh), make_optimizer(config.learner))
 
 
 def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatch:
@@ -127,7 +115,3 @@ def device_bytes(tree: Any) -> int:
             count *= axis
         total += count * leaf.dtype.itemsize
     return total
-
-
-def _with_sharding(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -5,7 +5,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from m2po_jax.config import Config, ConfigError, UserError, differences, from_json, run_id_of, to_json
 from m2po_jax.rollouts.paths import CONFIG, LOCK
@@ -23,17 +23,18 @@ class RunInfo:
 def create_or_resume(store: Store, config: Config) -> RunInfo:
     """Make the run with this configuration, or resume it; the first of two makers wins.
 
-    Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
+    A run may be resumed on another mesh than it was made on. Raises ConfigError, naming the fields and both values,
+    when the run exists with another configuration.
     """
     if not store.exists(CONFIG):
         store.create(CONFIG, to_json(config, uuid.uuid4().hex).encode())
     info = _read(store)
-    if changed := differences(info.config, config):
+    if changed := differences(replace(info.config, mesh=config.mesh), config):
         fields = ", ".join(f"{name} ({old!r} there, {new!r} asked for)" for name, (old, new) in changed.items())
         raise ConfigError(
             f"the run {store.url} exists with another configuration: {fields}; use another --run directory"
         )
-    return info
+    return replace(info, config=config)
 
 
 @contextlib.contextmanager
