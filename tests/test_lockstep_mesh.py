@@ -14,7 +14,10 @@ from tests import tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 BASE = tiny.with_learner(
-    replace(tiny.TINY, model=replace(tiny.TINY.model, kv_heads=2, vocab_size=16)), total_updates=8, diagnostics_every=1
+    replace(tiny.TINY, model=replace(tiny.TINY.model, kv_heads=2, vocab_size=16)),
+    total_updates=8,
+    diagnostics_every=1,
+    adam_eps=1e-2,
 )
 MESHES = {"data": MeshConfig(8), "fsdp": MeshConfig(1, 8), "all three": MeshConfig(2, 2, 2)}
 
