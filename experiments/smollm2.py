@@ -23,37 +23,35 @@ from m2po_jax.config import (
 MODEL = "models/SmolLM2-135M-Instruct"
 """Where the model is looked for unless --model.source says otherwise."""
 
+TEMPLATE = "{question}\nAnswer with the number alone."
+
 
 def configs() -> tuple[Config, ...]:
     """The same small run on two tasks."""
-    arithmetic = TaskConfig(
-        min_operands=2, max_operands=3, template="{question}\nAnswer with the number alone.", max_prompt_tokens=64
-    )
+    arithmetic = TaskConfig(min_operands=2, max_operands=3, template=TEMPLATE)
     questions = TaskConfig(
-        name="questions",
-        questions="data/gsm8k_train.jsonl",
-        template="{question}\nThink step by step, and end with the number that answers the question.",
+        name="questions", questions="data/gsm8k_train.jsonl", template=TEMPLATE, max_prompt_tokens=128
     )
-    return _run("arithmetic", arithmetic, 16), _run("questions", questions, 128)
+    return _run("arithmetic", arithmetic), _run("questions", questions)
 
 
-def _run(name: str, task: TaskConfig, max_new_tokens: int) -> Config:
+def _run(name: str, task: TaskConfig) -> Config:
     return Config(
         name=f"smollm2-{name}",
         task=task,
         model=ModelConfig(source=MODEL),
-        sampling=SamplingConfig(temperature=0.7, max_new_tokens=max_new_tokens),
+        sampling=SamplingConfig(temperature=0.7, max_new_tokens=16),
         rollouts=RolloutConfig(prompts_per_batch=8, group_size=4),
         staleness=StalenessConfig(k=4),
         learner=LearnerConfig(
             total_updates=8,
             updates_per_batch=2,
-            micro_batches=8,
+            micro_batches=4,
             checkpoint_every=4,
             learning_rate=1e-6,
             warmup_updates=0,
             decay_updates=None,
             diagnostics_every=1,
         ),
-        evaluation=EvaluationConfig(every=8, prompts=32),
+        evaluation=EvaluationConfig(every=8, prompts=64),
     )

@@ -160,6 +160,7 @@ def _train(options: TrainOptions, run: str) -> int:
     hush_closed_loops()
     with StopSignals() as signals, bars() as drawn:
         view = RunView(drawn, options.config.name, signals)
+        signals.told = lambda: view.note("stopping after this batch, with a checkpoint; once more stops at once")
         outcome = lockstep.train(options.config, run, view, options.base)
     if not outcome.finished:
         print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)

@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -43,6 +44,8 @@ class StopSignals:
     def __init__(self, numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)):
         """Signals to watch for; only the main thread can."""
         self.asked: str | None = None
+        self.told: Callable[[], None] = lambda: None
+        """Called at the first signal, since the batch that is to be finished may take minutes."""
         self._numbers, self._before = numbers, dict[int, Any]()
 
     def __enter__(self) -> "StopSignals":
@@ -60,6 +63,7 @@ class StopSignals:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
+        self.told()
 
 
 def hush_closed_loops() -> None:

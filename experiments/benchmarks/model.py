@@ -2,7 +2,7 @@
 
 Command:   python experiments/benchmarks/model.py --model DIR     (SmolLM2-135M; without --model, the vocabulary alone)
 Hardware:  2 CPU cores, about 5 minutes and 8 GB; needs torch and transformers; see README.md for the table.
-Expect:    at least 1.2x the tokens/s of torch in less memory; with 151,936 tokens to choose from, chunks take under
+Expect:    the speed of torch in three quarters of its memory; with 151,936 tokens to choose from, chunks take under
            1/8 of the memory that all logits at once would; the model loads in under 2 s from the page cache.
 
 Each program runs in a process of its own, in turn with the one it is compared with, and times are the fastest of

@@ -41,6 +41,17 @@ class Cache(NamedTuple):
         shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
         return cls(*(jnp.zeros(shape, config.compute_dtype) for _ in cls._fields))
 
+    def written(self, layer: Array, index: Array | int, keys_BTKd: Array, values_BTKd: Array) -> "Cache":
+        """With the keys and values of T tokens of a layer at slots index, index + 1, ..."""
+        start = (layer, 0, index, 0, 0)
+        new = keys_BTKd, values_BTKd
+        return Cache(*(jax.lax.dynamic_update_slice(x, y[None], start) for x, y in zip(self, new, strict=True)))
+
+    def of(self, layer: Array) -> tuple[Array, Array]:
+        """Keys and values of a layer, (B, S, K, head_dim) each."""
+        keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
+        return keys, values
+
     def repeat(self, times: int) -> "Cache":
         """Each sequence `times` times in a row: one prefill serves a whole group."""
         return Cache(*(jnp.repeat(x, times, axis=1) for x in self))
@@ -73,15 +84,21 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; with a cache, new keys and values are written at slot `index`."""
+    """Grouped-query attention; with a cache, new keys and values are written at this layer, from slot `index` on."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, positions_BT: Array, seen: Array | Segments, cache: Cache | None, index: Array | int
+        self,
+        x_BTD: Array,
+        cache: Cache | None,
+        layer: Array,
+        positions_BT: Array,
+        seen: Array | Segments,
+        index: Array | int,
     ) -> tuple[Array, Cache | None]:
-        """Returns the (B, T, D) output and the updated cache of this layer (B, S, K, head_dim), or None."""
+        """Returns the (B, T, D) output and the updated cache of all layers, or None."""
         c = self.config
         product: dict[str, Any] = {"dtype": c.compute_dtype, "dot_general": matrix_product}
         heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=c.qkv_bias, name=name, **product)  # noqa: E731
@@ -91,11 +108,8 @@ class Attention(nn.Module):
             q_BTHd, k_BTKd = RMSNorm(c.norm_eps, name="q_norm")(q_BTHd), RMSNorm(c.norm_eps, name="k_norm")(k_BTKd)
         q_BTHd, k_BTKd = (rotate(x, positions_BT, frequencies(c)) for x in (q_BTHd, k_BTKd))
         if cache is not None:
-            cache = Cache(
-                jax.lax.dynamic_update_slice_in_dim(cache.keys, k_BTKd, index, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(cache.values, v_BTKd, index, axis=1),
-            )
-            k_BTKd, v_BTKd = cache
+            cache = cache.written(layer, index, k_BTKd, v_BTKd)
+            k_BTKd, v_BTKd = cache.of(layer)
         if isinstance(seen, Segments):
             out_BTHd = splash_attention(q_BTHd, k_BTKd, v_BTKd, seen)
         else:
@@ -112,19 +126,24 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, positions_BT: Array, seen: Array | Segments, cache: Cache | None, index: Array | int
-    ) -> tuple[Array, Cache | None]:
-        """Returns the residual stream (B, T, D) and this layer's cache."""
-        c = self.config
+        self,
+        carry: tuple[Array, Cache | None],
+        layer: Array,
+        positions_BT: Array,
+        seen: Array | Segments,
+        index: Array | int,
+    ) -> tuple[tuple[Array, Cache | None], None]:
+        """Takes and returns the residual stream (B, T, D) and the cache of all layers, which is written in place."""
+        c, (x_BTD, cache) = self.config, carry
         product: dict[str, Any] = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
         dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
         normalised = RMSNorm(c.norm_eps, name="attention_norm")(x_BTD)
-        attended, cache = Attention(c, name="attention")(normalised, positions_BT, seen, cache, index)
+        attended, cache = Attention(c, name="attention")(normalised, cache, layer, positions_BT, seen, index)
         x_BTD = laid_out(x_BTD + attended, "BTD")
         h_BTD = RMSNorm(c.norm_eps, name="mlp_norm")(x_BTD)
         gate_BTF, up_BTF = (laid_out(dense(name, c.mlp_width)(h_BTD), "BTF") for name in ("gate", "up"))
         h_BTF = nn.silu(gate_BTF) * up_BTF
-        return laid_out(x_BTD + dense("down", c.width)(h_BTF), "BTD"), cache
+        return (laid_out(x_BTD + dense("down", c.width)(h_BTF), "BTD"), cache), None
 
 
 class Transformer(nn.Module):
@@ -162,8 +181,7 @@ class Transformer(nn.Module):
             nn.remat(Block, policy=REMAT_POLICIES[c.remat], prevent_cse=False),
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
-            out_axes=0,
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.layers,
             unroll=1 if on_tpu() else 2,  # TPUs gain nothing from it, and compile twice as much
         )(c)
@@ -195,7 +213,8 @@ class Transformer(nn.Module):
         table_VD = laid_out(self.embedding, "VD")
         x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
         seen = self._seen(tokens_BT.shape, valid_BS, cache is not None, index, segment_ids_BT)
-        x_BTD, cache = self.blocks(x_BTD, positions_BT, seen, cache, index)
+        layers = jnp.arange(self.config.layers)
+        (x_BTD, cache), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
         return self.final_norm(x_BTD), cache
 
     def _seen(

@@ -77,11 +77,11 @@ class CharTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens` without end tokens; a padding id, which a policy may sample, shows as `<pad>`."""
-        return "".join(self._texts[token] for token in tokens if token != self.eos_id)
+        return "".join(self.token_text(token) for token in tokens if token != self.eos_id)
 
     def token_text(self, token: int) -> str:
-        """The character, `<pad>` or `<eos>`."""
-        return self._texts[token]
+        """The character, `<pad>`, `<eos>`, or `<id 20>` for one that is the model's alone."""
+        return self._texts[token] if token < self.vocab_size else f"<id {token}>"
 
 
 _DATE = "26 Jul 2024"

@@ -17,6 +17,8 @@ from tests.planning.test_chips import needs_libtpu
 
 HERE = "tests/planning/small.py"
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 
 def refusal(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as exit_:
@@ -28,7 +30,7 @@ def refusal(capsys, *arguments) -> str:
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
+def planned(tmp_path_factory, standard_promotion):
     out = tmp_path_factory.mktemp("plan")
     with pytest.raises(SystemExit) as exit_:
         main(["plan", f"{HERE}:small", "--topology", "v5e:2x4", "--out", str(out)])

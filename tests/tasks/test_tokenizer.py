@@ -37,6 +37,10 @@ def test_a_sampled_padding_id_is_seen_in_the_text():
     assert TOKENIZER.decode([one, TOKENIZER.pad_id, two, TOKENIZER.eos_id]) == "1<pad>2"
 
 
+def test_an_id_that_only_the_model_has_is_seen_in_the_text():
+    assert TOKENIZER.decode([*TOKENIZER.encode("12"), TOKENIZER.vocab_size]) == "12<id 15>"
+
+
 def test_a_character_outside_the_alphabet_is_named():
     with pytest.raises(ValueError, match="character 'x' of '1x2' is not in the alphabet"):
         TOKENIZER.encode("1x2")
