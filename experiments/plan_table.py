@@ -16,8 +16,8 @@ from m2po_jax.planning.storage import parameters
 
 PLANS = Path(__file__).with_name("plans.py")
 MOST_SHARE = 0.9
-STATE_AND_GRADIENT_BYTES = 16
-"""A parameter: itself, two moments, a gradient, float32."""
+STATE_AND_GRADIENTS_BYTES = 20
+"""A parameter: itself, two moments, its gradient and that of a micro-batch, float32."""
 COLUMNS = (
     "model", "chip", "slice", "micro-batches", "peak, GiB", "of HBM", "bound, s an update", "by", "most MFU",
     "counted / closed FLOPs", "compiled in, s",
@@ -57,10 +57,11 @@ def smallest(config: Config, chip: str, runs: Path) -> dict | None:
 
 
 def least_bytes(config: Config, chips: int) -> float:
-    """What a chip must hold at least: state, gradient, and the input of every block of one sequence."""
+    """What a chip must hold at least: state, gradients, a whole embedding's, the input of each block of a sequence."""
     tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
     inputs = 2 * config.model.layers * tokens * config.model.width
-    return STATE_AND_GRADIENT_BYTES * parameters(config) / chips + inputs
+    embedding = 4 * config.model.width * (config.model.vocab_size or 0)
+    return STATE_AND_GRADIENTS_BYTES * parameters(config) / chips + embedding + inputs
 
 
 def planned(config: Config, topology: str, chips: int, runs: Path) -> dict:

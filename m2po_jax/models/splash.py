@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec
 
 from m2po_jax.models.sharding import BATCH_AXES, MESH_AXES, parts
@@ -59,6 +57,8 @@ def splash_attention(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, segments: Segm
 
 def _local(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, ids_BT: Array, interpret: bool) -> Array:
     """On one device: a program a sequence."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
     _, length, heads, head_dim = q_BTHd.shape
     attend = _kernel(length, heads, interpret)
     q_BHTd, k_BKTd, v_BKTd = (jnp.swapaxes(x, 1, 2) for x in (q_BTHd * head_dim**-0.5, k_BTKd, v_BTKd))
@@ -69,6 +69,10 @@ def _local(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, ids_BT: Array, interpret
 
 
 def _kernel(length: int, heads: int, interpret: bool) -> Any:
+    # Imported late: it takes a second that only programs for TPUs have to spend.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     block = next(size for size in (BLOCK, 384, 256, LANES) if length % size == 0)
     sizes = kernel.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,

@@ -145,7 +145,7 @@ def _compiled(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = hbm_needed(str(error))
+        needed = hbm_needed(str(error), sum(arguments.values()))
         if needed is None:
             raise
         memory = Memory(
@@ -204,15 +204,22 @@ def _bounded(
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def hbm_needed(message: str) -> int | None:
-    """Bytes of HBM that a program would need, from the compiler's refusal; None for any other error."""
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+def hbm_needed(message: str, argument_bytes: int) -> int | None:
+    """Bytes of HBM that a program would need, from the compiler's refusal; None for any other error.
+
+    It names either all that is used, or the temporaries, which come on top of the arguments.
+    """
+    size = r"([\d.]+)([KMGT]?)"
+    found = re.search(rf"Used {size} of [\d.]+[KMGT]? hbm", message)
+    temporaries = re.search(rf"required for HLO temporaries \({size}\) exceeds available HBM", message)
+    if found:
+        return int(float(found[1]) * _UNITS[found[2]])
+    return argument_bytes + int(float(temporaries[1]) * _UNITS[temporaries[2]]) if temporaries else None
 
 
 def _said(error: Exception) -> str:
     lines = str(error).splitlines()
-    return next((line.strip() for line in lines if "hbm" in line), lines[0])[:300]
+    return next((line.strip() for line in lines if "hbm" in line.lower()), lines[0])[:300]
 
 
 def require_planable(config: Config) -> None:

@@ -17,6 +17,8 @@ from tests.planning.test_chips import needs_libtpu
 
 HERE = "tests/planning/small.py"
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 
 def refusal(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as exit_:
@@ -28,7 +30,7 @@ def refusal(capsys, *arguments) -> str:
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory):
+def planned(tmp_path_factory, standard_promotion):
     out = tmp_path_factory.mktemp("plan")
     with pytest.raises(SystemExit) as exit_:
         main(["plan", f"{HERE}:small", "--topology", "v5e:2x4", "--out", str(out)])
@@ -125,8 +127,10 @@ def test_what_the_compiler_says_it_needs_is_read():
     message = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.50G of"
     )
-    assert hbm_needed(f"{message} 15.75G hbm. Exceeded hbm capacity by 4.75G.") == int(20.5 * 2**30)
-    assert hbm_needed("INTERNAL: something else") is None
+    assert hbm_needed(f"{message} 15.75G hbm. Exceeded hbm capacity by 4.75G.", 7) == int(20.5 * 2**30)
+    message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (18.38G)"
+    assert hbm_needed(f"{message} exceeds available HBM (15.75G).", 7) == int(18.38 * 2**30) + 7
+    assert hbm_needed("INTERNAL: something else", 7) is None
 
 
 def test_every_planned_model_is_a_configuration_with_a_known_size():
