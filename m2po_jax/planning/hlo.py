@@ -51,6 +51,8 @@ class Instruction:
     text: str
     """What stands in the parentheses; of a constant, its value."""
     attributes: str
+    is_root: bool
+    """Its value is that of its computation."""
 
     def attribute(self, name: str) -> str | None:
         """The value of an attribute that has no commas."""
@@ -79,12 +81,8 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value it returns, which XLA prints last but for its schedule."""
-        return next((i for i in self.instructions.values() if i.attributes.startswith("ROOT")), self._last)
-
-    @property
-    def _last(self) -> Instruction:
-        return list(self.instructions.values())[-1]
+        """The instruction whose value it returns."""
+        return next(instruction for instruction in self.instructions.values() if instruction.is_root)
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
@@ -234,7 +232,7 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
     opcode, _, rest = rest.partition("(")
     inside, attributes = _closed(rest)
     operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, opcode.strip(), _shapes(shape), operands, inside, ("ROOT " if root else "") + attributes)
+    return Instruction(name, opcode.strip(), _shapes(shape), operands, inside, attributes, root)
 
 
 def _shapes(text: str) -> tuple[Shape, ...]:
