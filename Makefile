@@ -36,7 +36,7 @@ test: lint types ## make .venv, run ruff, mypy and all tests, the slow ones too
 test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 minutes)
 	$(PYTEST) $(PARALLEL) -m "not slow and not extra"
 
-test-extra: $(VENV)/.installed-dev ## the tests that need Debian or npm packages
+test-extra: $(VENV)/.installed-extra ## the tests that need npm packages or the compiler of TPUs (0.7 GB)
 	$(PYTEST) -m extra
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
@@ -70,6 +70,11 @@ $(VENV)/.made:
 $(VENV)/.installed: $(VENV)/.made setup.py requirements.lock
 	@echo "make: installing m2po-jax into $(VENV) (a minute or two, about 1 GB)"
 	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-extra: $(VENV)/.installed-dev
+	@echo "make: installing the compiler of TPUs into $(VENV)"
+	@$(PIP_INSTALL) -e '.[dev,tpu]'
 	@touch $@
 
 # Holds the package as well, so it stands for both.

@@ -7,9 +7,14 @@ import pytest
 from m2po_jax.config import UserError
 from m2po_jax.planning import chips
 
-needs_libtpu = pytest.mark.skipif(
+_MISSING = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is missing: pip install 'jax[tpu]'"
 )
+
+
+def needs_libtpu(test):
+    """A test for `make test-extra`, which installs the compiler."""
+    return pytest.mark.extra(_MISSING(test))
 
 
 @pytest.mark.parametrize(
