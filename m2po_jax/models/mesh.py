@@ -11,17 +11,17 @@ from m2po_jax.models.sharding import BATCH_AXES, MESH_AXES
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of (data, fsdp, tensor) with Auto axes over `devices`, by default all of JAX's.
+    """A mesh of (data, fsdp, tensor) with Auto axes over all of `devices`.
 
-    With `mesh.data` set, and devices to spare, over the first ones of them.
+    By default those are JAX's, or, with `mesh.data` set, and in one process, as many of them as are asked for.
 
     Raises:
         ConfigError: the devices do not divide into the parts asked for.
     """
-    devices = jax.devices() if devices is None else devices
     copy = config.fsdp * config.tensor
-    if config.data is not None and jax.process_count() == 1:
-        devices = devices[: config.data * copy]
+    if devices is None:
+        asked_for = config.data * copy if config.data is not None and jax.process_count() == 1 else None
+        devices = jax.devices()[:asked_for]
     count, left = divmod(len(devices), copy)
     if left or not count:
         raise ConfigError(
