@@ -5,11 +5,13 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from m2po_jax.config import Config, ConfigError, UserError, differences, from_json, run_id_of, to_json
 from m2po_jax.rollouts.paths import CONFIG, LOCK
 from m2po_jax.rollouts.store import Store
+
+_MAY_MOVE = ("model.source", "task.questions")
 
 
 @dataclass(frozen=True)
@@ -23,17 +25,19 @@ class RunInfo:
 def create_or_resume(store: Store, config: Config) -> RunInfo:
     """Make the run with this configuration, or resume it; the first of two makers wins.
 
-    Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
+    Files may have moved since, as their digests are fields too. Raises ConfigError, naming the fields and both values,
+    when the run exists with another configuration.
     """
     if not store.exists(CONFIG):
         store.create(CONFIG, to_json(config, uuid.uuid4().hex).encode())
     info = _read(store)
-    if changed := differences(info.config, config):
+    changed = {name: values for name, values in differences(info.config, config).items() if name not in _MAY_MOVE}
+    if changed:
         fields = ", ".join(f"{name} ({old!r} there, {new!r} asked for)" for name, (old, new) in changed.items())
         raise ConfigError(
             f"the run {store.url} exists with another configuration: {fields}; use another --run directory"
         )
-    return info
+    return replace(info, config=config)
 
 
 @contextlib.contextmanager
