@@ -1,8 +1,8 @@
 """A published model on stale data: SmolLM2-135M-Instruct on addition, and on questions in words.
 
-Command:   m2po train experiments/smollm2.py:arithmetic --model.source DIR
-           m2po train experiments/smollm2.py:questions --model.source DIR --task.questions FILE.jsonl
-Hardware:  2 CPU cores, 6 GB; see README.md for the minutes.
+Command:   m2po train experiments/smollm2.py:smollm2-arithmetic --model.source DIR
+           m2po train experiments/smollm2.py:smollm2-questions --model.source DIR --task.questions FILE.jsonl
+Hardware:  2 CPU cores, 7 GB; see README.md for the minutes.
 Expect:    8 updates from data up to 4 updates old; it shows that all parts work, and is too short to learn from.
 
 DIR is any Llama, Qwen2, Qwen2.5 or Qwen3 directory as Hugging Face's tools save it; a file of questions is JSON Lines

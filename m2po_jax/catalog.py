@@ -11,7 +11,7 @@ from m2po_jax import objectives
 from m2po_jax.config import Config, ConfigError, UserError, from_json
 from m2po_jax.models import huggingface
 from m2po_jax.rollouts import open_run
-from m2po_jax.tasks import questions_sha256
+from m2po_jax.tasks import ModelTokenizer, questions_sha256
 
 
 def find_config(reference: str) -> Config:
@@ -89,7 +89,13 @@ def with_sources(config: Config) -> Config:
         if task.questions_sha256 not in (None, digest):
             raise ConfigError(f"{task.questions} has changed: its SHA-256 is {digest}, not task.questions_sha256")
         task = replace(task, questions=os.path.abspath(task.questions), questions_sha256=digest)
-    return replace(config, task=task, model=huggingface.resolved(config.model))
+    model = huggingface.resolved(config.model)
+    if model.source is not None:
+        digest = ModelTokenizer(model.source, task.template, task.chat).prompt_sha256
+        if task.tokenizer_sha256 not in (None, digest):
+            raise ConfigError(f"{model.source} has another tokenizer or chat template than the run was made with")
+        task = replace(task, tokenizer_sha256=digest)
+    return replace(config, task=task, model=model)
 
 
 def with_objective(config: Config, name: str) -> Config:

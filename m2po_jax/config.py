@@ -44,6 +44,8 @@ class TaskConfig:
     """A JSON Lines file with `question` and `answer` in every line, such as GSM8K's; the last number is the answer."""
     questions_sha256: str | None = None
     """Digest of that file; filled in when a run is made, so that it is not resumed with other questions."""
+    tokenizer_sha256: str | None = None
+    """Digest of the model's tokenizer and chat template, filled in likewise."""
     held_out_fraction: float = 0.25
     """Share of all prompts, chosen by hash, that training never draws."""
     template: str = "{question}"

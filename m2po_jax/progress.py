@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from rich.progress import Progress as Bars
 from m2po_jax.analysis.figures import sparkline
 
 _LINES_A_RUN = 16
+_SILENCE_S = 30.0
 
 
 class Progress(Protocol):
@@ -104,14 +106,17 @@ class RunView:
         self._accuracies: list[float] = []
         self._task = drawn.add_task(name, total=None, facts="starting")
         self._told, self._facts = 0, ""
+        self._spoke = float("-inf")
 
     def note(self, message: str) -> None:
         """One line above the bars."""
         self._bars.console.print(f"{self.name}: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def doing(self, what: str) -> None:
-        """Beside the bar, after the newest facts."""
+        """Beside the bar, after the newest facts; in a log file, at first and after half a minute of silence."""
         self._bars.update(self._task, facts=f"{self._facts}  {what}".strip())
+        if time.monotonic() - self._spoke > _SILENCE_S:
+            self._say(what)
 
     def warm_start(self, step: int, accuracy: float, target: float) -> None:
         """Progress of the warm start towards its target accuracy."""
@@ -148,5 +153,6 @@ class RunView:
         self._bars.remove_task(self._task)
 
     def _say(self, message: str) -> None:
+        self._spoke = time.monotonic()
         if not self._bars.console.is_terminal:
             self.note(message)

@@ -1,6 +1,7 @@
 """`m2po export`: what transformers loads says what the run's policy says; untouched weights come back byte for byte."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -105,7 +106,32 @@ def test_what_cannot_be_exported_is_said_in_a_line(run, model, tmp_path):
     (other / "config.json").write_text(json.dumps(rows | {"num_hidden_layers": 3}))
     with pytest.raises(ConfigError, match="config.json means model.layers 3, but the model has 2"):
         export(str(run), str(tmp_path / "out"), source=str(other))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*file/out: (Not a directory|File exists)"):
+        export(str(run), str(tmp_path / "file" / "out"))
+    with pytest.raises(UserError, match="cannot write .*: File name too long"):
+        export(str(run), str(tmp_path / ("x" * 300)))
     assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".exporting-*"))
+
+
+def test_of_two_exports_to_one_name_one_is_whole_and_the_other_refused(run, model, tmp_path):
+    said, refused = [], []
+
+    def one():
+        try:
+            said.append(export(str(run), str(tmp_path / "out"), version=0))
+        except UserError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 1 and len(refused) == 2
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {file.name for file in model.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_command_says_what_it_wrote(user_env, run, tmp_path):

@@ -108,6 +108,22 @@ def test_other_questions_under_the_same_name_are_noticed(model, questions, tmp_p
         catalog.with_sources(open_run(tmp_path / "run")[1].config)
 
 
+def test_files_may_move_but_not_change(model, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(model, first)
+    tiny_text.train(tiny_text.at(ARITHMETIC, first), tmp_path / "run", tiny.Watcher(stop_at=2))
+    first.rename(second)
+    moved = tiny_text.at(ARITHMETIC, second)
+    assert tiny_text.train(moved, tmp_path / "run", tiny.Watcher(stop_at=4)).versions[-1] == 4
+    template = second / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "stranger"))
+    with pytest.raises(ConfigError, match="task.tokenizer_sha256"):
+        tiny_text.train(moved, tmp_path / "run")
+    saved = replace(open_run(tmp_path / "run")[1].config, model=moved.model)
+    with pytest.raises(ConfigError, match="second has another tokenizer or chat template"):
+        catalog.with_sources(saved)
+
+
 def test_what_cannot_run_is_refused_before_there_is_a_run(model, questions, tmp_path):
     def refusal(config):
         with pytest.raises(UserError) as raised:

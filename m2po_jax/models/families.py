@@ -74,8 +74,9 @@ def read_config(directory: str | Path) -> ModelConfig:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: give a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
+        missing = f"{path} is missing: give the directory of a Hugging Face model on this disk, nothing is downloaded"
+        raise UserError(missing) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no JSON object")
@@ -83,6 +84,8 @@ def read_config(directory: str | Path) -> ModelConfig:
         return config_of(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(f"{path}: a field is of a wrong type ({error})") from error
 
 
 def config_of(data: dict[str, Any]) -> ModelConfig:

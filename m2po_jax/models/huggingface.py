@@ -1,8 +1,10 @@
 """Weights in and out of Hugging Face directories: safetensors only, slice by slice, nothing of pickle."""
 
+import contextlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -85,24 +87,39 @@ def export(
     Raises:
         UserError: `out` exists, `source` is of another model, or a value does not fit the dtype.
     """
-    source, out = None if source is None else Path(source), Path(out)
-    if out.exists():
-        raise UserError(f"{out} exists: name a directory that does not")
+    source, out = None if source is None else Path(source), Path(out).expanduser()
     if dtype not in (None, *_SPELLED):
         raise UserError(f"dtype {dtype} is not supported: use one of {', '.join(_SPELLED)}")
     files = None if source is None else _files_of(source, config)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with _new_directory(out) as partial:
         stored = _write_weights(params, config, partial, files, dtype and _SPELLED[dtype])
         _write_texts(config, source, partial, stored)
         for file in partial.glob("*.safetensors"):  # written for the owner's eyes alone
             shutil.copymode(partial / "config.json", file)
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _new_directory(out: Path) -> Iterator[Path]:
+    """A folder of this call's own, which becomes `out` when all went well, unless another was first."""
+    refusal = UserError(f"{out} exists: name a directory that does not")
+    partial: Path | None = None
+    try:
+        if out.exists():
+            raise refusal
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".exporting-", dir=out.parent))
+        (partial / "whole").mkdir()
+        yield partial / "whole"
+        if out.exists():
+            raise refusal
+        (partial / "whole").rename(out)
+    except UserError:
         raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check(directory: str | Path, config: ModelConfig) -> None:
@@ -188,6 +205,8 @@ def _layer(reader: Reader, row: Parameter, config: ModelConfig, tensor: Tensor, 
         raise UserError(f"{tensor.where} cannot be read: {error}") from error
     order = "".join(row.stored_axes)
     values = read.astype(np.float32).reshape(lengths)[tuple(inner)]
+    if not np.isfinite(values).all():
+        raise UserError(f"{tensor.where} has values that are not finite")
     return values.transpose([order.index(letter) for letter in wanted])
 
 
@@ -267,8 +286,9 @@ def _write_weights(
         values = {name: _stored(params, *places[name], DTYPES[stored[name]], name) for name in names}
         save_file(values, out / file_name, metadata=metadata)
     if len(plan) > 1 or (files is not None and files.index_json is not None):
-        known = (files.index_json or {}).get("metadata", {}) if files is not None else {}
-        index: dict[str, Any] = {"metadata": {**known, "total_size": sum(sizes.values())}}
+        known = (files.index_json or {}).get("metadata") if files is not None else None
+        total = {"total_size": sum(sizes.values())}
+        index: dict[str, Any] = {"metadata": {**(known if isinstance(known, dict) else {}), **total}}
         index["weight_map"] = {name: file_name for file_name, names, _ in plan for name in names}
         (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return stored

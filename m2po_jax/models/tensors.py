@@ -119,10 +119,10 @@ def _document(index: Path) -> dict[str, Any]:
     try:
         document = json.loads(index.read_text(encoding="utf-8"))
         items = document["weight_map"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} cannot be read: {error!r}") from error
     for tensor, name in items:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or not name or Path(name).name != name:
             raise UserError(f"{index}: tensor {tensor} is in {name!r}, which is no file name")
     if not items:
         raise UserError(f"{index} names no tensor")
@@ -143,10 +143,13 @@ def _header(file: Path) -> tuple[list[Tensor], dict[str, str] | None]:
                 name: (entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1])
                 for name, entry in header.items()
             }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            ends = {name: int(end) for name, (_, _, end) in entries.items()}
+            if not all(isinstance(dtype, str) for dtype, _, _ in entries.values()):
+                raise ValueError("a dtype is no text")
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} is no safetensors file: {error!r}") from error
     data_size = size - 8 - length
-    for name, (_, _, end) in sorted(entries.items(), key=lambda item: item[1][2]):
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
         if end > data_size:
             missing = f"{end - data_size} bytes of tensor {name} are missing"
             raise UserError(f"{file} is cut short: {missing}, fetch it again")

@@ -11,6 +11,8 @@ from m2po_jax.config import Config, ConfigError, UserError, differences, from_js
 from m2po_jax.rollouts.paths import CONFIG, LOCK
 from m2po_jax.rollouts.store import Store
 
+_MAY_MOVE = ("model.source", "task.questions")
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -23,13 +25,14 @@ class RunInfo:
 def create_or_resume(store: Store, config: Config) -> RunInfo:
     """Make the run with this configuration, or resume it; the first of two makers wins.
 
-    A run may be resumed on another mesh than it was made on. Raises ConfigError, naming the fields and both values,
-    when the run exists with another configuration.
+    A run may be resumed on another mesh than it was made on, and files may have moved since, as their digests are fields
+    too. Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
     """
     if not store.exists(CONFIG):
         store.create(CONFIG, to_json(config, uuid.uuid4().hex).encode())
     info = _read(store)
-    if changed := differences(replace(info.config, mesh=config.mesh), config):
+    changed = differences(replace(info.config, mesh=config.mesh), config)
+    if changed := {name: values for name, values in changed.items() if name not in _MAY_MOVE}:
         fields = ", ".join(f"{name} ({old!r} there, {new!r} asked for)" for name, (old, new) in changed.items())
         raise ConfigError(
             f"the run {store.url} exists with another configuration: {fields}; use another --run directory"

@@ -24,7 +24,8 @@ class ArithmeticTask(Task):
         """
         super().__init__(config, tokenizer or CharTokenizer("0123456789+=,"))
         self._in_characters = tokenizer is None
-        self._longest = len(self.prompt_tokens(make_problem([9] * config.max_operands)))
+        alike = [make_problem([digit] * config.max_operands) for digit in range(10)]
+        self._longest = max(len(self.tokenizer.prompt(problem.prompt)) for problem in alike)
         if not self._in_characters and self._longest > config.max_prompt_tokens:
             raise ConfigError(f"task.max_prompt_tokens {config.max_prompt_tokens} is below a prompt of {self._longest}")
 
@@ -32,6 +33,15 @@ class ArithmeticTask(Task):
     def max_prompt_tokens(self) -> int:
         """Length of the longest prompt: in characters, a digit and a sign for each operand."""
         return self._longest
+
+    def prompt_tokens(self, problem: Problem) -> list[int]:
+        """Token ids of the problem's prompt; ConfigError if it is longer than those of equal digits."""
+        tokens = super().prompt_tokens(problem)
+        if len(tokens) > self._longest:
+            raise ConfigError(
+                f"{problem.prompt} has {len(tokens)} tokens, more than the {self._longest} of equal digits"
+            )
+        return tokens
 
     @property
     def max_response_tokens(self) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _WHOLE_NUMBER = re.compile(r"[0-9]+\Z")
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"(?P<above>(?:(?<![\w)\]}}])-)?{_DIGITS})(?:/(?P<below>{_DIGITS}))?")
 _LONGEST_NUMBER = 40
 
@@ -69,7 +69,7 @@ def grade_number(response_text: str, gold_answer: str) -> Verdict:
 
 def last_number(text: str) -> Fraction | None:
     """The value of the last number in a text; None if there is none, or if it is over 40 characters or divides by 0."""
-    for found in reversed(list(_NUMBER.finditer(text))):
+    for found in reversed(list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))):
         if len(found.group()) > _LONGEST_NUMBER:
             return None
         above, below = (Fraction((part or "1").replace(",", "")) for part in found.group("above", "below"))

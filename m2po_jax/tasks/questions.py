@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,12 @@ class QuestionsTask(Task):
         found = read_questions(str(config.questions))
         answered = [problem for problem in found if last_number(problem.gold_answer) is not None]
         lengths = {problem.prompt: len(self.prompt_tokens(problem)) for problem in answered}
-        kept = [problem for problem in answered if lengths[problem.prompt] <= config.max_prompt_tokens]
+        kept = [problem for problem in answered if 0 < lengths[problem.prompt] <= config.max_prompt_tokens]
         self.notes = tuple(
             f"{count} of the {len(found)} questions in {config.questions} left out: {why}"
             for count, why in (
                 (len(found) - len(answered), "the answer is no number"),
-                (len(answered) - len(kept), f"over task.max_prompt_tokens {config.max_prompt_tokens}"),
+                (len(answered) - len(kept), f"empty, or over task.max_prompt_tokens {config.max_prompt_tokens}"),
             )
             if count
         )
@@ -82,30 +83,38 @@ def read_questions(path: str) -> list[Problem]:
         UserError: the file cannot be read, or a line is no question; it names the line.
     """
     problems: dict[str, Problem] = {}
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # other ends of lines may stand in a text
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=Decimal)
             question, answer = row["question"], row["answer"]
-        except (ValueError, KeyError, TypeError) as error:
+            f"{question}{answer}".encode()
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} line {number} is no JSON object with question and answer: {error!r}") from error
-        if not isinstance(question, str) or not isinstance(answer, str | int | float) or isinstance(answer, bool):
+        if not isinstance(question, str) or not isinstance(answer, str | int | float | Decimal) or answer is True:
             raise UserError(f"{path} line {number}: question must be a text, and answer a text or a number")
-        worked = str(answer)
+        worked = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
         problems.setdefault(question, Problem(question, worked.rpartition(_FINAL)[-1].strip(), worked))
+    if not problems:
+        raise UserError(f"{path} holds no question")
     return list(problems.values())
 
 
 def questions_sha256(path: str) -> str:
-    """Digest of the file; raises UserError if it cannot be read."""
-    return hashlib.sha256(_text(path).encode()).hexdigest()
+    """SHA-256 of the file's bytes; raises UserError if it cannot be read."""
+    return hashlib.sha256(_bytes(path)).hexdigest()
 
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error

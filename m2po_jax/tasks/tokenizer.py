@@ -88,6 +88,10 @@ _DATE = "26 Jul 2024"
 """What chat templates that mention the day (Llama 3.2's) are told: a prompt is the same on every day."""
 
 
+_PROBE = "7+5 = what?"
+"""A question that every chat template must let through."""
+
+
 class ModelTokenizer:
     """Tokenizer and chat template of a Hugging Face directory, through `transformers`, read from the disk alone."""
 
@@ -117,6 +121,11 @@ class ModelTokenizer:
         self.pad_id: int = self.stop_ids[0] if pad is None else pad
         if chat:
             self._refuse_without_template(directory)
+
+    @property
+    def prompt_sha256(self) -> str:
+        """Digest of the tokenizer and of what it makes of a question, hence of its chat template too."""
+        return hashlib.sha256(f"{self.fingerprint}{self.prompt(_PROBE)}".encode()).hexdigest()
 
     @property
     def fingerprint(self) -> str:
@@ -150,9 +159,11 @@ class ModelTokenizer:
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"{directory} has no chat template: use --task.no-chat for plain text")
         try:
-            self._rendered("?")
+            rendered = self._rendered(_PROBE)
         except Exception as error:  # a template is a program, and may raise anything
             raise ConfigError(f"the chat template of {directory} fails on a user's message: {error}") from error
+        if _PROBE not in rendered:
+            raise ConfigError(f"the chat template of {directory} leaves the user's message out: {rendered[:60]!r}")
 
 
 def _stop_ids(directory: Path, eos_id: int | None) -> tuple[int, ...]:
@@ -164,7 +175,7 @@ def _stop_ids(directory: Path, eos_id: int | None) -> tuple[int, ...]:
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"{path} cannot be read: {error!r}") from error
     listed = more if isinstance(more, list) else [more]
-    found = {token for token in (eos_id, *listed) if isinstance(token, int)}
+    found = {token for token in (eos_id, *listed) if type(token) is int and token >= 0}
     if not found:
         raise UserError(f"{directory} names no end token: set eos_token_id in generation_config.json")
     return tuple(sorted(found))

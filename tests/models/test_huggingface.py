@@ -212,7 +212,7 @@ def test_an_exported_directory_is_whole_or_absent(directory, tmp_path):
     params["blocks"]["up"]["kernel"] = params["blocks"]["up"]["kernel"].at[1, 2, 3].set(1e6)
     message = refusal(lambda: huggingface.export(params, config, directory, tmp_path / "out", "float16"))
     assert message == "tensor model.layers.1.mlp.up_proj.weight has values that are not finite in float16"
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*partial*"))
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".exporting-*"))
     huggingface.export(params, config, directory, tmp_path / "out", "bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert "exists" in refusal(lambda: huggingface.export(params, config, directory, tmp_path / "out"))
@@ -401,3 +401,39 @@ def test_a_check_reads_headers_alone(directory, monkeypatch):
     file = directory / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert "is cut short" in refusal(lambda: huggingface.check(directory, config))
+
+
+def test_values_that_are_not_finite_are_named(directory):
+    edited(directory, lambda t: t[DOWN].__setitem__((0, 0), np.nan))
+    message = refusal(lambda: load(directory))
+    assert message.endswith(f"model.safetensors: tensor {DOWN} has values that are not finite")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"layer_types": 5},
+        {"rope_scaling": [1, 2]},
+        {"rope_parameters": "yarn"},
+        {"rope_theta": 10**400},
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": "2"},
+    ],
+)
+def test_fields_of_a_wrong_type_are_said_in_a_line(directory, changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert str(path) in refusal(lambda: huggingface.read_config(directory))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "x"]}}',
+        b'{"a": {"dtype": ["x"], "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a":' * 100_000,
+    ],
+)
+def test_headers_that_python_trips_over_are_named(directory, header):
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "model.safetensors is no safetensors file" in refusal(lambda: load(directory))

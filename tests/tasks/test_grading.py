@@ -104,6 +104,9 @@ def test_any_text_gets_a_verdict(text, gold):
         ("007", "7"),
         ("1,000,000 people", "1000000"),
         ("#### 1,450", "1,450"),
+        ("that is .5 of it", "0.5"),
+        ("0.5", ".5"),
+        ("it is \N{MINUS SIGN}5", "-5"),
     ],
 )
 def test_the_last_number_of_a_text_is_graded_by_its_value(text, gold):
@@ -121,6 +124,8 @@ def test_the_last_number_of_a_text_is_graded_by_its_value(text, gold):
         ("10-7", "-7", "wrong: 7 is not -7"),
         ("1/0", "0", "no number"),
         ("3/4", "4", "wrong: 3/4 is not 4"),
+        (".5", "5", "wrong: 1/2 is not 5"),
+        ("\N{MINUS SIGN}5", "5", "wrong: -5 is not 5"),
         ("24", "none", "wrong: the gold answer 'none' is no number"),
         ("9" * 41, "9", "no number"),
     ],

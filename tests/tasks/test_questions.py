@@ -1,5 +1,6 @@
 """Questions in words: read with a line number for what is wrong, split by hash, left out and counted when too long."""
 
+import hashlib
 import json
 
 import pytest
@@ -72,12 +73,14 @@ def test_every_prompt_fits_and_the_longer_ones_are_counted(source, file, tmp_pat
     made = task(source, path, max_prompt_tokens=150)
     assert made.notes == (
         f"1 of the 22 questions in {path} left out: the answer is no number",
-        f"1 of the 22 questions in {path} left out: over task.max_prompt_tokens 150",
+        f"1 of the 22 questions in {path} left out: empty, or over task.max_prompt_tokens 150",
     )
     lengths = [len(made.prompt_tokens(problem)) for problem in made.draw(200, (1,)) + made.held_out(2)]
     assert max(lengths) <= made.max_prompt_tokens <= 150
     assert task(source, file).notes == ()
-    with pytest.raises(ConfigError, match="no question to train on: .*21 of the 22 .* over task.max_prompt_tokens 5"):
+    with pytest.raises(
+        ConfigError, match="no question to train on: .*21 of the 22 .* empty, or over task.max_prompt_tokens 5"
+    ):
         task(source, texts.write_questions(path, rows[:20] + rows[-2:]), max_prompt_tokens=5)
 
 
@@ -132,5 +135,29 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match="binary is no text in UTF-8"):
         read_questions(str(tmp_path / "binary"))
     (tmp_path / "empty").write_text("")
-    with pytest.raises(ConfigError, match="leaves no question to train on"):
+    with pytest.raises(UserError, match="empty holds no question"):
         task(str(texts.save_tokenizer(tmp_path / "t")), tmp_path / "empty")
+
+
+def test_texts_may_hold_other_line_ends_and_files_may_begin_with_a_mark(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    rows = ['{"question": "a\u2028b", "answer": 1e21}', '{"question": "c", "answer": 1e-5}']
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
+    found = read_questions(str(path))
+    assert [problem.prompt for problem in found] == ["a\u2028b", "c"]
+    assert [problem.gold_answer for problem in found] == ["1000000000000000000000", "0.00001"]
+    assert questions_sha256(str(path)) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("line", ['{"question": "\\ud83d", "answer": "3"}', "[" * 100_000])
+def test_what_python_cannot_take_is_named_too(tmp_path, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f'{{"question": "x", "answer": "3"}}\n{line}\n')
+    with pytest.raises(UserError, match="bad.jsonl line 2 is no JSON object"):
+        read_questions(str(path))
+
+
+def test_empty_prompts_are_left_out_and_counted(source, tmp_path):
+    rows = [*texts.word_problems(20), {"question": "", "answer": 3}]
+    made = task(source, texts.write_questions(tmp_path / "empty.jsonl", rows), chat=False)
+    assert [note.rpartition(": ")[2] for note in made.notes] == ["empty, or over task.max_prompt_tokens 256"]

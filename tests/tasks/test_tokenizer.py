@@ -137,6 +137,10 @@ def test_what_is_no_tokenizer_is_refused_in_a_line(saved, tmp_path):
     assert ModelTokenizer(str(plain), chat=False).prompt("x")
     picky = texts.save_tokenizer(tmp_path / "picky", template="{{ raise_exception('no system message') }}")
     assert "no system message" in refusal(ConfigError, picky)
+    deaf = texts.save_tokenizer(
+        tmp_path / "deaf", template="{% for p in messages[0]['content'] %}{{ p.text }}{% endfor %}"
+    )
+    assert "leaves the user's message out" in refusal(ConfigError, deaf)
     endless = texts.save_tokenizer(tmp_path / "endless", eos_token=None)
     assert "names no end token" in refusal(UserError, endless)
     (endless / "generation_config.json").write_text("{")
