@@ -25,8 +25,8 @@ class RunInfo:
 def create_or_resume(store: Store, config: Config) -> RunInfo:
     """Make the run with this configuration, or resume it; the first of two makers wins.
 
-    A run may be resumed on another mesh than it was made on, and files may have moved since, as their digests are fields
-    too. Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
+    A run may be resumed on another mesh than it was made on, and files may have moved since, as their digests are
+    fields too. Raises ConfigError, naming the fields and both values, when the run exists with another configuration.
     """
     if not store.exists(CONFIG):
         store.create(CONFIG, to_json(config, uuid.uuid4().hex).encode())
