@@ -71,8 +71,14 @@ def shardings_of(tree: Any) -> Any:
 
 
 def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """Version 0 with a fresh optimiser; `params` is copied, since updates donate the state."""
+    """Version 0 with a fresh optimiser; `params` is copied, since updates donate the state.
+
+    On a mesh the optimiser's state is laid out as the parameters are. Elsewhere nothing is bound to a device, so that
+    the first update is compiled as the later ones are.
+    """
     params = jax.tree.map(jnp.array, params)
+    if not isinstance(jax.tree.leaves(params)[0].sharding, NamedSharding):
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
     like = abstract_state(params, optimizer)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings_of(like.opt_state))(params)
     return TrainState(jax.device_put(jnp.int32(0), like.version.sharding), params, opt_state)
