@@ -1,6 +1,6 @@
 """The smallest slice of each chip that each of the paper's models is trained on, with a tenth of HBM to spare.
 
-Command:   python experiments/plan_table.py --runs runs/plans
+Command:   python experiments/benchmarks/plan_table.py --runs runs/plans
 Hardware:  any CPU with libtpu (pip install "jax[tpu]"), 4 GB; minutes a slice, a process each; done ones are kept.
 """
 
@@ -14,7 +14,7 @@ from m2po_jax.config import Config
 from m2po_jax.planning.chips import CHIPS, SLICES, GiB, chips_in
 from m2po_jax.planning.storage import parameters
 
-PLANS = Path(__file__).with_name("plans.py")
+PLANS = Path(__file__).parents[1] / "plans.py"
 MOST_SHARE = 0.9
 STATE_AND_GRADIENTS_BYTES = 20
 """A parameter: itself, two moments, its gradient and that of a micro-batch, float32."""
