@@ -92,7 +92,8 @@ def read_questions(path: str) -> list[Problem]:
             f"{question}{answer}".encode()
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} line {number} is no JSON object with question and answer: {error!r}") from error
-        if not isinstance(question, str) or not isinstance(answer, str | int | float | Decimal) or answer is True:
+        is_answer = isinstance(answer, str | int | float | Decimal) and not isinstance(answer, bool)
+        if not isinstance(question, str) or not is_answer:
             raise UserError(f"{path} line {number}: question must be a text, and answer a text or a number")
         worked = f"{answer:f}" if isinstance(answer, Decimal) else str(answer)
         problems.setdefault(question, Problem(question, worked.rpartition(_FINAL)[-1].strip(), worked))

@@ -100,6 +100,15 @@ def test_pairs_of_tokens_are_drawn_from_their_distribution():
     assert statistic < 45.3  # the 99.9th percentile at 20 degrees of freedom
 
 
+def test_any_of_several_end_tokens_ends_a_response(policy):
+    ends = {EOS, 4}
+    out = sample(policy, stop_ids=tuple(ends))
+    responses = [row[mask].tolist() for row, mask in zip(out.tokens, out.mask, strict=True)]
+    assert not any(ends & set(response[:-1]) for response in responses)
+    assert [response[-1] in ends for response in responses] == out.stopped.tolist()
+    assert {response[-1] for response in responses} >= ends
+
+
 def test_a_draw_depends_on_its_key_and_prompt_and_on_no_other_row(policy):
     out = sample(policy)
     order = [2, 0, 3, 1]

@@ -117,6 +117,7 @@ def test_addition_is_asked_in_the_same_way(source):
         ('{"question": "x"}', "line 2 is no JSON object with question and answer: KeyError('answer')"),
         ('{"question": 3, "answer": 3}', "line 2: question must be a text"),
         ('{"question": "x", "answer": null}', "line 2: question must be a text, and answer a text or a number"),
+        ('{"question": "x", "answer": false}', "line 2: question must be a text, and answer a text or a number"),
         ('{"question": "x", "answer": true}', "line 2: question must be a text, and answer a text or a number"),
     ],
 )
