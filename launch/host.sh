@@ -67,6 +67,7 @@ pause() {
 	[[ -z $signal ]] || return 0
 	sleep "$1" &
 	sleeper=$!
+	[[ -z $signal ]] || kill "$sleeper" 2>/dev/null || true # it came before there was a sleeper
 	wait "$sleeper" 2>/dev/null || true
 	sleeper=
 }

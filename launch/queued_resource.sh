@@ -61,7 +61,7 @@ listed() { queued list '--format=value(name.basename(),state.state)'; }
 # The state of a request; nothing where there is none.
 state_of() {
 	local all
-	all=$(listed)
+	all=$(listed) || return # errexit is off in command substitutions
 	awk -v name="$1" '$1 == name { print $2 }' <<<"$all"
 }
 
@@ -70,33 +70,10 @@ left_over() {
 	[[ ! $DRY_RUN ]] || return 0
 	local all i known=" $NAME-learner "
 	for ((i = 0; i < GENERATOR_SLICES; i++)); do known+="$NAME-generator-$i "; done
-	all=$(listed)
+	all=$(listed) || return # errexit is off in command substitutions
 	awk -v known="$known" -v ours="^$NAME-(learner|generator-[0-9]+)\$" \
 		'$1 ~ ours && !index(known, " " $1 " ") { print $1 }' <<<"$all"
 }
-
-request() {
-	local i
-	learner_command
-	"$1" "$NAME-learner" "$LEARNER_TOPOLOGY" "$LEARNER_SLICES"
-	for ((i = 0; i < GENERATOR_SLICES; i++)); do
-		generator_command
-		"$1" "$NAME-generator-$i" "$GENERATOR_TOPOLOGY" 1
-	done
-}
-
-queued() { # the action first, then the rest
-	local action=$1
-	shift
-	run gcloud compute tpus queued-resources "$action" "$@" "--project=$PROJECT" "--zone=$ZONE"
-}
-
-on_hosts() { # REQUEST, hosts (all or a number), and lines of shell
-	queued ssh "$1" --node="$2" --worker="$2" ${SSH_FLAGS[@]+"${SSH_FLAGS[@]}"} --command="$3"
-}
-
-# The state of a request; nothing where there is none. gcloud's own word and code where it cannot say.
-state_of() { queued list --filter="name ~ (^|/)$1\$" '--format=value(state.state)'; }
 
 request() {
 	local where=(--node-id="$1")
@@ -150,6 +127,7 @@ start_lines() {
 	cat <<END
 set -eu
 if systemctl is-active --quiet $NAME; then echo "\$(hostname): $NAME is running already"; exit; fi
+if ! { command -v git && command -v make; } >/dev/null; then sudo apt-get update -qq; sudo apt-get install -y -qq git make; fi
 mkdir -p "\$HOME/$NAME/source"
 cd "\$HOME/$NAME/source"
 $(fetch_lines)
@@ -243,8 +221,14 @@ described() {
 
 stopped_waiting() {
 	echo >&2
-	say "stopped waiting; what was requested stays requested: create goes on, delete takes it back"
 	exit 130
+}
+
+# However create ends early, slices may be there: say so.
+ended_early() {
+	local code=$?
+	((code == 0)) || say "ended early; what was requested stays, and may cost money: create goes on, delete takes it back"
+	exit "$code"
 }
 
 read_flags 'create status logs delete' "$@"
@@ -264,6 +248,7 @@ done
 case $ACTION in
 create)
 	trap stopped_waiting INT
+	trap ended_early EXIT
 	each_request request_missing
 	each_request start
 	said
