@@ -23,6 +23,7 @@ def mini_batches(
     whole = MiniBatch(
         prompt_tokens=prompt_tokens,
         prompt_valid=prompt_valid,
+        prompt_lengths=rollouts.prompt_lengths,
         response_tokens=rollouts.response_tokens,
         response_mask=np.arange(response_width)[None, :] < rollouts.response_lengths[:, None],
         behavior_logprobs=rollouts.behavior_logprobs,

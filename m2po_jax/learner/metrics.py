@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from m2po_jax.learner.events import Events
+from m2po_jax.learner.speed import Speed
 from m2po_jax.rollouts import Store, write_segment
 
 
@@ -19,12 +20,21 @@ class MetricsLog:
     a number it only logs.
     """
 
-    def __init__(self, store: Store, first_version: int, tensorboard: Path | None, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Store,
+        first_version: int,
+        tensorboard: Path | None,
+        warn: Callable[[str], None],
+        speed: Speed | None = None,
+    ):
         """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events.
+
+        `speed` is the clock of the loop that makes the updates.
 
         `warn` is told, in a line, of every update that went wrong.
         """
-        self._store, self._segment, self._warn = store, first_version, warn
+        self._store, self._segment, self._warn, self._speed = store, first_version, warn, speed
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
         self._events = Events(tensorboard, first_version) if tensorboard else None
@@ -53,11 +63,16 @@ class MetricsLog:
             self._events.close()
 
     def _fetch(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
+        if not batch:
+            return
         elapsed = time.perf_counter() - self._started
-        for facts, metrics in batch:
-            values = {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()}
-            speed = (facts["version"] + 1 - self._first) / elapsed
-            self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": speed}
+        fetched = [
+            {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()} for _, metrics in batch
+        ]
+        speeds = self._speed.turn(fetched) if self._speed else [{} for _ in batch]
+        for (facts, _), values, speed in zip(batch, fetched, speeds, strict=True):
+            rate = (facts["version"] + 1 - self._first) / elapsed
+            self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": rate, **speed}
             self._append({"event": "update", **self.latest})
             for alarm in alarms(self.latest):
                 self._warn(f"update {facts['version']}: {alarm}")
