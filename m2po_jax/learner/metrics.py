@@ -19,11 +19,19 @@ class MetricsLog:
     a number it only logs.
     """
 
-    def __init__(self, store: Store, first_version: int, tensorboard: Path | None, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        store: Store,
+        first_version: int,
+        tensorboard: Path | None,
+        warn: Callable[[str], None],
+        writes: bool = True,
+    ):
         """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events.
 
-        `warn` is told, in a line, of every update that went wrong.
+        `warn` is told, in a line, of every update that went wrong. On several hosts one of them `writes`.
         """
+        self._writes = writes
         self._store, self._segment, self._warn = store, first_version, warn
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
@@ -42,9 +50,8 @@ class MetricsLog:
     def flush(self, next_version: int) -> None:
         """Write the segment of everything so far; the next one begins at `next_version`."""
         self.updates([])
-        if not self._lines:
-            return
-        write_segment(self._store, self._segment, self._lines)
+        if self._lines and self._writes:
+            write_segment(self._store, self._segment, self._lines)
         self._segment, self._lines = next_version, []
 
     def close(self) -> None:

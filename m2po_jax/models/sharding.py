@@ -64,6 +64,17 @@ def abstract_params(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     )
 
 
+def published(abstract: Any, config: ModelConfig) -> Any:
+    """Abstract parameters in the dtypes that generators compute with: as there, but matrices in the compute dtype."""
+
+    def as_published(row: Parameter) -> jax.ShapeDtypeStruct:
+        shape = leaf(abstract, row)
+        dtype = config.compute_dtype if len(row.axes.removeprefix("N")) > 1 else "float32"
+        return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
+
+    return tree({row: as_published(row) for row in table(config)})
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
