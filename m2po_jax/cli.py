@@ -5,9 +5,10 @@ import dataclasses
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -140,8 +141,19 @@ def train(arguments: list[str]) -> int:
     except (LostHost, KeyboardInterrupt) as reason:
         why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
         print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
-        os._exit(1 if isinstance(reason, LostHost) else STOPPED)  # JAX, at a normal exit, would wait for the others
+        _leave(STOPPED if isinstance(reason, KeyboardInterrupt) else 1)
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
     return code
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit at once: at a normal exit JAX would wait for the other hosts."""
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _train_command(arguments: list[str]) -> tuple[TrainOptions, str]:

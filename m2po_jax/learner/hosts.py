@@ -53,7 +53,7 @@ class Hosts:
 
         Raises:
             UserError: another host met one; it is told by its number.
-            LostHost: one did not come.
+            LostHost: one did not come, or failed.
         """
         return [value] if self.count == 1 else self._gather({"what": what, "value": value}, self._patience_s)
 
@@ -73,22 +73,28 @@ class Hosts:
             yield
         except _Told:
             raise
+        except LostHost:
+            raise
         except UserError as error:
-            self._tell(str(error))
+            self._tell(error=str(error))
             raise
         except SystemExit as refused:  # tyro has said why
             if refused.code:
-                self._tell("its command line was refused")
+                self._tell(error="its command line was refused")
             raise
         except jax.errors.JaxRuntimeError as error:
             if self.count > 1:
                 raise LostHost(_first_line(error)) from error
             raise
+        except Exception as error:
+            self._tell(failure=f"{type(error).__name__}: {_first_line(error)}")
+            raise
 
-    def _tell(self, error: str) -> None:
+    def _tell(self, **said: str) -> None:
+        """Say, where the others come next, what keeps this host from coming."""
         if self.count > 1:
             with contextlib.suppress(LostHost, UserError):
-                self._gather({"what": "an error", "error": error}, _LEAVE_S)
+                self._gather({"what": "what went wrong", **said}, _LEAVE_S)
 
     def _gather(self, said: dict[str, Any], patience_s: float) -> list[Any]:
         """One round: say, wait for all, hear, and forget what was said in the round before, which all have heard."""
@@ -106,7 +112,9 @@ class Hosts:
         for index, answer in enumerate(answers):
             if "error" in answer and index != self.index:
                 raise _Told(f"host {index}: {answer['error']}")
-        if len({answer["what"] for answer in answers}) > 1:
+            if "failure" in answer and index != self.index:
+                raise LostHost(f"host {index}: {answer['failure']}")
+        if "value" in said and len({answer["what"] for answer in answers}) > 1:
             raise RuntimeError(f"the hosts have come apart: {[answer['what'] for answer in answers]}")
         return [answer.get("value") for answer in answers]
 

@@ -95,6 +95,13 @@ def laid_out(x: Array, axes: str) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
+def everywhere(tree: Any) -> Any:
+    """Arrays, on all devices of the mesh of `jax.set_mesh`, so that every host can read them; without one, as given."""
+    if not _on_mesh():
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
 def parts(axes: str) -> int:
     """Into how many parts the mesh of `jax.set_mesh` cuts an activation with these axes; 1 without one."""
     if not _on_mesh():

@@ -157,9 +157,9 @@ def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     location = store.location(weights_path(version))
     if version not in versions(store):
         try:
-            _saver(_shared(params)).save(
-                location, args=ocp.args.StandardSave(params), custom_metadata={_DIGEST: digest}
-            )
+            shared = _shared(params)
+            arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
+            _saver(shared).save(location, args=arrays, custom_metadata={_DIGEST: digest})
             return Published(version, digest, created=True)
         except Exception as error:  # Orbax and TensorStore raise many types
             if is_no_room(error):
