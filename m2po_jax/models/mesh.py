@@ -50,7 +50,7 @@ def require_rows(rows: int, name: str, mesh: Mesh) -> None:
     if rows % parts:
         raise ConfigError(
             f"{rows} {name} cannot be cut into the {parts} parts of mesh.data {mesh.shape['data']} times mesh.fsdp"
-            f" {mesh.shape['fsdp']}"
+            f" {mesh.shape['fsdp']}: use a mesh of fewer parts, such as mesh.data 1, or more rows"
         )
 
 
