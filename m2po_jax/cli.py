@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ STOPPED = 130
 """By Ctrl-C, with a checkpoint; 128 and the number of SIGINT, as shells have it."""
 PREEMPTED = 143
 """By SIGTERM, on any host, with a checkpoint: to be started again."""
+
+_LAST_WORDS_S = 2.0
 
 OBJECTIVE_FLAG = "--objective.name"
 
@@ -141,18 +144,19 @@ def train(arguments: list[str]) -> int:
     except (LostHost, KeyboardInterrupt) as reason:
         why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
         print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
-        _leave(STOPPED if isinstance(reason, KeyboardInterrupt) else 1)
+        _leave(hosts, STOPPED if isinstance(reason, KeyboardInterrupt) else 1)
     except UserError:
         raise
     except Exception:
         traceback.print_exc()
-        _leave(1)
+        _leave(hosts, 1)
     return code
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit at once: at a normal exit JAX would wait for the other hosts."""
+def _leave(hosts: "Hosts", code: int) -> NoReturn:
+    """Exit: at a normal exit JAX would wait for the other hosts, and it ends them when the first has gone."""
     sys.stderr.flush()
+    time.sleep(_LAST_WORDS_S if hosts.first else 0.0)
     os._exit(code)
 
 

@@ -104,6 +104,8 @@ class Hosts:
             client.key_value_set(f"{room}/{self.index}", json.dumps(said))
             client.wait_at_barrier(room, int(patience_s * 1000))
             heard = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(room)}
+            if any("value" not in answer for answer in heard.values()):
+                client.wait_at_barrier(f"{room}/heard", _LEAVE_S * 1000)  # host 0 must not leave before
             if self._calls > 1:
                 client.key_value_delete(f"m2po/{self._calls - 2:09d}/{self.index}")
         except jax.errors.JaxRuntimeError as error:
