@@ -1,12 +1,15 @@
-"""The `m2po` command. Exit codes: 0 done, 2 bad input (one line, with the fix), 1 failure, 130 stopped."""
+"""The `m2po` command. Exit codes: 0 done, 2 bad input (one line, with the fix), 1 failure, 130 or 143 stopped."""
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -15,7 +18,16 @@ from tyro.conf import Positional, arg
 from m2po_jax import __version__
 from m2po_jax.config import Config, UserError
 
+if TYPE_CHECKING:  # these import JAX, which most commands start sooner without
+    from m2po_jax.learner.hosts import Hosts
+    from m2po_jax.progress import StopSignals
+
 STOPPED = 130
+"""By Ctrl-C, with a checkpoint; 128 and the number of SIGINT, as shells have it."""
+PREEMPTED = 143
+"""By SIGTERM, on any host, with a checkpoint: to be started again."""
+
+_LAST_WORDS_S = 2.0
 
 OBJECTIVE_FLAG = "--objective.name"
 
@@ -28,6 +40,8 @@ class TrainOptions:
     """Run directory; resumed if it exists with the same configuration. Default: runs/NAME."""
     base: str | None = None
     """Another run whose version 0 becomes the base policy, in place of a warm start."""
+    distributed: bool = False
+    """One of several hosts that train together, all with the same command; README.md says how they find each other."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
 
@@ -114,10 +128,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: list[str]) -> int:
-    """Train one configuration in lockstep: generation and learning in one process.
+    """Train one configuration in lockstep: generation and learning in one program, on one host or on several.
 
     Example: m2po train experiments/quickstart.py:m2po-s256 --run runs/mine --learner.learning-rate 5e-5
     """
+    if "--distributed" not in arguments or {"-h", "--help"} & set(arguments):
+        return _train(*_train_command(arguments))
+    from m2po_jax.learner.hosts import Hosts, LostHost, connect
+
+    connect()  # before anything asks JAX for its devices
+    hosts = Hosts()
+    try:
+        with hosts.together():
+            code = _train(*_train_command(arguments), hosts)
+    except (LostHost, KeyboardInterrupt) as reason:
+        why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
+        print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
+        _leave(hosts, STOPPED if isinstance(reason, KeyboardInterrupt) else 1)
+    except UserError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        _leave(hosts, 1)
+    return code
+
+
+def _leave(hosts: "Hosts", code: int) -> NoReturn:
+    """Exit: at a normal exit JAX would wait for the other hosts, and it ends them when the first has gone."""
+    sys.stderr.flush()
+    time.sleep(_LAST_WORDS_S if hosts.first else 0.0)
+    os._exit(code)
+
+
+def _train_command(arguments: list[str]) -> tuple[TrainOptions, str]:
+    """Options and run directory of a command line."""
     from m2po_jax import catalog
 
     reference = arguments[0] if arguments and not arguments[0].startswith("-") else None
@@ -129,7 +173,7 @@ def train(arguments: list[str]) -> int:
     options = _train_options(config, arguments[1:] if reference else arguments)
     options = dataclasses.replace(options, config=catalog.with_sources(catalog.resolved(options.config)))
     resumed = reference if reference and catalog.names_run(reference) else None
-    return _train(options, options.run or resumed or f"runs/{options.config.name}")
+    return options, (options.run or resumed or f"runs/{options.config.name}")
 
 
 def _train_options(config: Config, arguments: list[str]) -> TrainOptions:
@@ -149,24 +193,34 @@ def _train_options(config: Config, arguments: list[str]) -> TrainOptions:
     known = config.objective.hyperparameters
     chosen = {name: value for name, value in dataclasses.asdict(given.hyperparameters).items() if name in known}
     objective = dataclasses.replace(given.config.objective, hyperparameters=chosen)
-    return TrainOptions(given.run, given.base, dataclasses.replace(given.config, objective=objective))
+    return TrainOptions(
+        given.run, given.base, given.distributed, dataclasses.replace(given.config, objective=objective)
+    )
 
 
-def _train(options: TrainOptions, run: str) -> int:
+def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int:
     from m2po_jax import lockstep
     from m2po_jax.analysis import report
-    from m2po_jax.progress import RunView, StopSignals, bars, hush_closed_loops
+    from m2po_jax.progress import HostView, RunView, StopSignals, bars, hush_closed_loops
 
     hush_closed_loops()
-    with StopSignals() as signals, bars() as drawn:
-        view = RunView(drawn, options.config.name, signals)
+    speaks = hosts is None or hosts.first
+    with StopSignals() as signals, bars() if speaks else contextlib.nullcontext() as drawn:
+        name = options.config.name if hosts is None or hosts.first else f"host {hosts.index}"
+        view = RunView(drawn, name, signals) if drawn else HostView(name, signals)
         signals.told = lambda: view.note("stopping after this batch, with a checkpoint; once more stops at once")
-        outcome = lockstep.train(options.config, run, view, options.base)
+        outcome = lockstep.train(options.config, run, view, options.base, hosts)
+    if not speaks:
+        return 0 if outcome.finished else _stopped(signals)
     if not outcome.finished:
         print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
-        return STOPPED
+        return _stopped(signals)
     print(f"finished {run} at version {outcome.version}; report: {report.write([run])}")
     return 0
+
+
+def _stopped(signals: "StopSignals") -> int:
+    return STOPPED if signals.asked == "SIGINT" else PREEMPTED
 
 
 def plan(arguments: list[str]) -> int:

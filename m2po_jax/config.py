@@ -290,13 +290,15 @@ class LearnerConfig:
     """Updates between checkpoints of the full train state; a multiple of updates_per_batch."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_checkpoint_every: int | None = None
+    """Checkpoints of every version divisible by this are kept too; None keeps the newest only."""
     diagnostics_every: int | None = 16
     """Batches between token-level diagnostics samples; None writes none."""
 
     def __post_init__(self):
         for name in ("total_updates", "updates_per_batch", "micro_batches", "checkpoint_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"learner.{name} is {getattr(self, name)}: use 1 or more")
-        for name in ("publish_every", "diagnostics_every", "decay_updates"):
+        for name in ("publish_every", "diagnostics_every", "decay_updates", "keep_checkpoint_every"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"learner.{name} is {value}: use 1 or more, or None")
         _require(self.learning_rate > 0, f"learner.learning_rate is {self.learning_rate}: use a positive number")
@@ -311,15 +313,16 @@ class LearnerConfig:
             value = getattr(self, name)
             _require(0.0 <= value < 1.0, f"learner.{name} is {value}: use a number in [0, 1)")
         _require(self.adam_eps > 0, f"learner.adam_eps is {self.adam_eps}: use a positive number")
-        for name, unit in (
-            ("checkpoint_every", self.updates_per_batch),
-            ("total_updates", self.updates_per_batch),
-            ("publish_every", self.updates_per_batch),
+        for name, of in (
+            ("checkpoint_every", "updates_per_batch"),
+            ("total_updates", "updates_per_batch"),
+            ("publish_every", "updates_per_batch"),
+            ("keep_checkpoint_every", "checkpoint_every"),
         ):
             value = getattr(self, name)
             _require(
-                value is None or value % unit == 0,
-                f"learner.{name} {value} is not a multiple of learner.updates_per_batch {unit}",
+                value is None or value % getattr(self, of) == 0,
+                f"learner.{name} {value} is not a multiple of learner.{of} {getattr(self, of)}",
             )
 
     @property

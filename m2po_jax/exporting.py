@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 
 from m2po_jax.config import Config, ModelConfig, UserError
-from m2po_jax.models import Transformer, huggingface
+from m2po_jax.models import Transformer, huggingface, sharding
 from m2po_jax.rollouts import open_run, weights
 from m2po_jax.tasks import ArithmeticTask
 
@@ -32,7 +32,8 @@ def export(run: str, out: str, version: int | None = None, source: str | None = 
     if version not in published:
         raise UserError(f"{store.url} has no weights of version {version}: it has {', '.join(map(str, published))}")
     model = Transformer(_with_vocabulary(info.config))
-    params, digest = weights.load(store, version, jax.eval_shape(model.init_params, jax.random.key(0)))
+    abstract = jax.eval_shape(model.init_params, jax.random.key(0))
+    params, digest = weights.load(store, version, sharding.published(abstract, model.config))
     source = source or info.config.model.source
     huggingface.export(params, model.config, source, out, dtype)
     tokenizer = f"with the tokenizer of {source}" if source else "without a tokenizer: its prompts are characters"

@@ -1,10 +1,11 @@
 """`m2po train`: generation and learning in one process, in lockstep, with the store as the only link between them.
 
 For each batch: make what is missing, read and verify it, record what is about to be consumed, update, publish.
+On several hosts each does all of this with its own devices and rows; the first writes what is written once.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,47 +16,40 @@ import numpy as np
 from jax.sharding import Mesh
 
 from m2po_jax.config import Config, ModelConfig, UserError
+from m2po_jax.config_json import flatten
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
 from m2po_jax.generation.engine import Streams
 from m2po_jax.learner.batches import mini_batches
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
+from m2po_jax.learner.feed import Feed
+from m2po_jax.learner.hosts import Hosts
 from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.learner.publisher import Publisher
 from m2po_jax.learner.spec import objective_of, update_spec
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer, shardings_of
 from m2po_jax.learner.update import MiniBatch, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer, huggingface, sharding
-from m2po_jax.models.mesh import make_mesh, require_rows
+from m2po_jax.models.mesh import held, local_rows, make_mesh, placed, require_rows
 from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
-    BadShard,
     BatchRecord,
     Provenance,
     Rollouts,
     RunInfo,
-    Shard,
     Store,
     UnitId,
-    concatenate,
     create_or_resume,
-    exactly,
     open_run,
-    read_batch_record,
-    read_shard,
     served_after,
     shard_path,
     sole_learner,
-    supersede_batch_record,
-    units,
     weights,
-    write_batch_record,
     write_diagnostics,
 )
 from m2po_jax.tasks import ArithmeticTask, Task, left_padded, make_task, right_padded
-
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,21 @@ class Lockstep:
     """The parts of one run, assembled once; `run` drives them."""
 
     def __init__(
-        self, store: Store, info: RunInfo, progress: Progress, task: Task, model: Transformer, mesh: Mesh | None
+        self,
+        store: Store,
+        info: RunInfo,
+        progress: Progress,
+        task: Task,
+        model: Transformer,
+        mesh: Mesh | None,
+        hosts: Hosts,
     ):
         """Builds objective, generator and evaluator of the run's configuration around its task and model.
 
         `mesh` is None where there is one device.
         """
         config = info.config
-        self.store, self.config, self.progress = store, config, progress
+        self.store, self.config, self.progress, self.hosts = store, config, progress, hosts
         self.task, self.model, self.mesh = task, model, mesh
         self.spec = update_spec(config, model)
         self.optimizer = make_optimizer(config.learner)
@@ -88,28 +89,44 @@ class Lockstep:
         self.abstract_params: Any = jax.eval_shape(self.model.init_params, jax.random.key(0))
         if mesh is not None:
             self.abstract_params = sharding.abstract_params(_sized(model), mesh)
-        self.generator = Generator(store, info.run_id, config, self.task, self.model, self.abstract_params)
+        self.published: Any = sharding.published(self.abstract_params, model.config)
+        self.publisher = Publisher(store, jax.tree.map(lambda x: x.dtype, self.published))
+        self.generator = Generator(store, info.run_id, config, self.task, self.model, self.published)
         self.held_out = HeldOut(Sampler(self.task, self.model, config.sampling), config.evaluation.prompts, config.seed)
         self.delay_line = {
             "k": config.staleness.k,
             "updates_per_batch": config.learner.updates_per_batch,
             "publish_every": config.learner.publish_interval,
         }
+        self.mini_batch_rows = (
+            config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
+        )
+        self.feed = Feed(store, config, hosts, self._rows(), self._make, self._expected, progress.note)
+
+    def _rows(self) -> np.ndarray:
+        """Rows of a batch that this host needs: its own of each mini-batch."""
+        size = self.mini_batch_rows
+        own = np.arange(size) if self.mesh is None else local_rows(self.mesh, size)
+        return np.concatenate([start + own for start in range(0, size * self.config.learner.updates_per_batch, size)])
 
     def base_policy(self, base: str | None) -> None:
         """Publish version 0 unless it is there: of another run with the same base, of a directory, or warm-started."""
-        if 0 in weights.versions(self.store):
+        if self.hosts.gather("the base policy", 0 in weights.versions(self.store))[0]:
             return
+        alone = base is None and self.config.model.source is None
+        if self.hosts.first or not alone:
+            weights.publish(self.store, 0, weights.snapshot(self._base_policy(base), self.publisher.dtypes))
+        self.hosts.gather("version 0")
+
+    def _base_policy(self, base: str | None) -> Any:
         if base is not None:
-            params, _ = weights.load(Store.open(base), 0, self.abstract_params)
             self.progress.note(f"base policy taken from {base}")
-        elif self.config.model.source is not None:
-            where = None if self.mesh is None else sharding.shardings(self.config.model, self.mesh)
-            params = huggingface.load(self.config.model.source, self.config.model, where)
+            return weights.load(Store.open(base), 0, self.published)[0]
+        if self.config.model.source is not None:
+            where = None if self.mesh is None else sharding.shardings(_sized(self.model), self.mesh)
             self.progress.note(f"base policy read from {self.config.model.source}")
-        else:
-            params = self._warm_started()
-        weights.publish(self.store, 0, params)
+            return huggingface.load(self.config.model.source, self.config.model, where)
+        return self._warm_started()
 
     def _warm_started(self) -> Any:
         return warm_start(
@@ -134,37 +151,48 @@ class Lockstep:
 
     def _run(self) -> Outcome:
         learner = self.config.learner
-        checkpoints = Checkpoints(self.store, learner.keep_checkpoints)
+        checkpoints = Checkpoints(self.store, learner.keep_checkpoints, learner.keep_checkpoint_every)
         state = self._restored(checkpoints)
         self.update = make_update(self.spec, self.optimizer, None if self.mesh is None else shardings_of(state))
         version = int(state.version)
-        log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note)
+        log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note, self.hosts.first)
         if self.spec.objective.config.kl_coefficient:
-            self.reference, _ = weights.load(self.store, 0, self.abstract_params)
+            self.reference = self._version_0()
         try:
             if version == 0:
                 self._evaluate(log, state, 0)
             else:
-                self._publish(state, version)  # in case it was lost after the checkpoint
-            while version < learner.total_updates and not self.progress.stopping():
+                self._publish(checkpoints, state, version)  # in case it was lost after the checkpoint
+            while version < learner.total_updates and not self._stopping():
                 state = self._batch(log, state, version)
                 version += learner.updates_per_batch
-                self._publish(state, version)
+                self._publish(checkpoints, state, version)
                 if version % self.config.evaluation.every == 0 or version == learner.total_updates:
                     self._evaluate(log, state, version)
                 if version % learner.checkpoint_every == 0:
                     self._checkpoint(checkpoints, log, state, version)
                 self.progress.update(version, learner.total_updates, log.latest)
             self._checkpoint(checkpoints, log, state, version)
+            checkpoints.wait()
         finally:
+            self.feed.close()
+            self.publisher.close()
             checkpoints.close()
             log.close()
         return Outcome(version, finished=version >= learner.total_updates)
 
+    def _stopping(self) -> bool:
+        """Whether somebody asked any of the hosts to stop."""
+        return any(self.hosts.gather("whether to stop", self.progress.stopping()))
+
+    def _version_0(self) -> Any:
+        """The base policy as float32 parameters."""
+        params, _ = weights.load(self.store, 0, self.published)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
     def _restored(self, checkpoints: Checkpoints) -> TrainState:
-        params, _ = weights.load(self.store, 0, self.abstract_params)
-        state = init_state(params, self.optimizer)
-        version = checkpoints.latest()
+        state = init_state(self._version_0(), self.optimizer)
+        version = self.hosts.gather("the newest checkpoint", checkpoints.latest())[0]
         if version is None:
             return state
         state, cursor = checkpoints.restore(version, state)
@@ -174,20 +202,21 @@ class Lockstep:
         return state
 
     def _batch(self, log: MetricsLog, state: TrainState, version: int) -> TrainState:
-        record, rollouts = self._rollouts(version)
+        record, rollouts = self.feed.take(version)
         learner = self.config.learner
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
-        batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
-        if self.mesh is not None:
-            batches = jax.device_put(batches, sharding.batch_sharding(self.mesh))
+        own = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
+        batches = own if self.mesh is None else [placed(self.mesh, batch, self.mini_batch_rows) for batch in own]
         self.progress.doing("learning")
         batches = [self._scored(state, batch) for batch in batches]
         if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
-            self._diagnose(state, batches[0], rollouts, record)
+            self._diagnose(state, batches[0], own[0], rollouts, record)
         done = []
         for index, batch in enumerate(batches):
             state, metrics = self.update(state, batch)
             done.append((self._facts(record, version + index, index), metrics))
+        if (following := version + learner.updates_per_batch) < learner.total_updates:
+            self.feed.read_ahead(following)
         log.updates(done)
         return state
 
@@ -199,28 +228,17 @@ class Lockstep:
             batch = batch._replace(reference_logprobs=self.score(self.reference, batch))
         return batch
 
-    def _rollouts(self, version: int) -> tuple[BatchRecord, Rollouts]:
-        """The verified rollouts that the batch at `version` consumes, recorded before they are used."""
-        behavior_version, batch = exactly(version, **self.delay_line)
-        wanted = units(behavior_version, batch, self.config.rollouts.units_per_batch)
-        recorded = read_batch_record(self.store, version)
-        self.progress.doing(f"generating, of version {behavior_version}")
-        self.generator.make_missing(wanted)
-        expected = self._expected(behavior_version)
-        shards = [self._shard(unit, expected) for unit in wanted]
-        record = BatchRecord(
-            version=version,
-            behavior_version=behavior_version,
-            batch=batch,
-            staleness_updates=version - behavior_version,
-            shards=tuple((shard_path(shard.unit), shard.digest) for shard in shards),
-        )
-        if recorded is not None and recorded != record:
-            self.progress.note(f"batch {version} was made again with other content; its record keeps both")
-            supersede_batch_record(self.store, record, "a recorded shard was missing or damaged")
-        elif recorded is None:
-            write_batch_record(self.store, record)
-        return record, concatenate([shard.rollouts for shard in shards])
+    def _make(self, wanted: Sequence[UnitId]) -> None:
+        """Make the units of a batch that are not there, all hosts together, each writing its share."""
+        names = [shard_path(unit) for unit in self.generator.missing(wanted)] if self.hosts.first else None
+        missing = self.hosts.gather("the units to make", names)[0]
+        if not missing:
+            return
+        units = [unit for unit in wanted if shard_path(unit) in missing]
+        self.progress.doing(f"generating, of version {units[0].version}")
+        self.publisher.wait(units[0].version)
+        self.generator.make(units, self.hosts.index, self.hosts.count)
+        self.hosts.gather("that units are made")
 
     def _expected(self, version: int) -> Provenance | None:
         """What the shards of a version must state; None once its weights were retired.
@@ -231,25 +249,14 @@ class Lockstep:
             return None
         return self.generator.provenance(weights.read_digest(self.store, version))
 
-    def _shard(self, unit: UnitId, expected: Provenance | None) -> Shard:
-        """One verified shard; a bad one is set aside, said, and made again."""
-        for _ in range(_ATTEMPTS):
-            try:
-                return read_shard(self.store, unit, expected)
-            except BadShard as bad:
-                self.progress.note(f"bad shard {bad}; making its unit again")
-                self.generator.make_missing([unit])
-        raise UserError(
-            f"{self.store.location(shard_path(unit))} was bad {_ATTEMPTS} times in a row: check the disk"
-            " and that nothing else writes to this run"
-        )
-
-    def _publish(self, state: TrainState, version: int) -> None:
+    def _publish(self, checkpoints: Checkpoints, state: TrainState, version: int) -> None:
         """Publish what a generator will serve, what is to be kept, and the final policy."""
         total, every = self.config.learner.total_updates, self.config.rollouts.keep_weights_every
         served = version in served_after(version, **self.delay_line, total_updates=total)
         if served or version == total or (every is not None and version % every == 0):
-            weights.publish(self.store, version, state.params)
+            if self.hosts.count > 1:
+                checkpoints.wait()  # hosts must not be at two writes in different orders
+            self.publisher.start(version, state.params)
 
     def _evaluate(self, log: MetricsLog, state: TrainState, version: int) -> None:
         self.progress.doing(f"evaluating on {self.config.evaluation.prompts} prompts")
@@ -260,11 +267,12 @@ class Lockstep:
 
     def _checkpoint(self, checkpoints: Checkpoints, log: MetricsLog, state: TrainState, version: int) -> None:
         """Metrics first, then the state; weights that no batch after the checkpoint before it needs are retired."""
+        self.publisher.wait()
         checkpoints.wait()
         whole = checkpoints.latest()
         log.flush(version)
         checkpoints.save(state, self._cursor(version))
-        if whole is not None:
+        if whole is not None and self.hosts.first:
             self._retire(whole)
 
     def _retire(self, version: int) -> None:
@@ -275,13 +283,17 @@ class Lockstep:
             if old < version and old not in needed and not kept:
                 weights.retire(self.store, old)
 
-    def _diagnose(self, state: TrainState, batch: MiniBatch, rollouts: Rollouts, record: BatchRecord) -> None:
-        view = token_view(state.params, self.spec, batch)
-        columns = token_columns(view, batch, rollouts, record, self.task.tokenizer.token_text)
-        write_diagnostics(self.store, record.version, columns)
+    def _diagnose(
+        self, state: TrainState, batch: MiniBatch, own: MiniBatch, rollouts: Rollouts, record: BatchRecord
+    ) -> None:
+        """Write the tokens of the first mini-batch; on several hosts, those in the rows of the first."""
+        view = {name: held(values) for name, values in token_view(state.params, self.spec, batch).items()}
+        if self.hosts.first:
+            columns = token_columns(view, own, rollouts, record, self.task.tokenizer.token_text)
+            write_diagnostics(self.store, record.version, columns)
 
     def _tensorboard(self) -> Path | None:
-        return self.store.local_path / "tensorboard" if self.store.local_path else None
+        return self.store.local_path / "tensorboard" if self.store.local_path and self.hosts.first else None
 
     def _facts(self, record: BatchRecord, version: int, mini_batch: int) -> dict[str, Any]:
         return {
@@ -293,7 +305,7 @@ class Lockstep:
         }
 
     def _cursor(self, version: int) -> Cursor:
-        return Cursor(version, *exactly(version, **self.delay_line))
+        return Cursor(version, *self.feed.cursor(version))
 
     def _demonstrations(self, step: int) -> Demonstrations:
         task, config = ArithmeticTask(self.config.task), self.config.warm_start
@@ -307,24 +319,28 @@ class Lockstep:
         )
 
 
-def train(config: Config, run: str, progress: Progress, base: str | None = None) -> Outcome:
+def train(config: Config, run: str, progress: Progress, base: str | None = None, hosts: Hosts | None = None) -> Outcome:
     """Start or resume the run directory `run` (a path or gs:// URL) with `config`.
 
-    `base` names another run whose version 0 becomes this run's base policy.
+    `base` names another run whose version 0 becomes this run's base policy. Several `hosts` all call this.
 
     Raises:
-        UserError: bad configuration, a run with another configuration, an unusable store.
+        UserError: bad configuration, a run with another configuration, an unusable store; on every host.
+        LostHost: another host does not answer.
     """
-    _check_base(config, run, base)
-    with _opened(config, run, progress) as lockstep:
-        lockstep.base_policy(base)
-        return lockstep.run()
+    hosts = hosts or Hosts()
+    with hosts.together():
+        hosts.agree("configuration", flatten(config) | {"run": run, "base": base})
+        _check_base(config, run, base)
+        with _opened(config, run, progress, hosts) as lockstep:
+            lockstep.base_policy(base)
+            return lockstep.run()
 
 
 def make_base(config: Config, run: str, progress: Progress) -> None:
     """Only make the run's base policy, version 0; raises as `train` does."""
     _check_base(config, run, None)
-    with _opened(config, run, progress) as lockstep:
+    with _opened(config, run, progress, Hosts()) as lockstep:
         lockstep.base_policy(None)
 
 
@@ -340,7 +356,7 @@ def _check_base(config: Config, run: str, base: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
+def _opened(config: Config, run: str, progress: Progress, hosts: Hosts) -> Iterator[Lockstep]:
     """The parts of a run under its lock; what can be refused is refused before the run directory is made."""
     objective_of(config)
     task = make_task(config.task, config.model.source)
@@ -350,10 +366,25 @@ def _opened(config: Config, run: str, progress: Progress) -> Iterator[Lockstep]:
     mesh = _mesh(config, model)
     for note in task.notes:
         progress.note(note)
-    store = Store.open(run, create=True)
-    info = create_or_resume(store, config)
-    with sole_learner(store):
-        yield Lockstep(store, info, progress, task, model, mesh)
+    hosts.gather("a run directory")
+    with contextlib.ExitStack() as stack:
+        if hosts.first:
+            store = Store.open(run, create=True)
+            info = create_or_resume(store, config)
+            stack.enter_context(sole_learner(store))
+            hosts.gather("the run", info.run_id)
+        else:
+            store, info = _shared_run(run, hosts.gather("the run")[0])
+        yield Lockstep(store, replace(info, config=config), progress, task, model, mesh, hosts)
+
+
+def _shared_run(run: str, run_id: str) -> tuple[Store, RunInfo]:
+    """The run that the first host made, on another one; UserError if it cannot be seen from here."""
+    with contextlib.suppress(UserError):
+        store, info = open_run(run)
+        if info.run_id == run_id:
+            return store, info
+    raise UserError(f"the run {run} of host 0 is not there on this host: use gs://bucket/prefix, or a shared disk")
 
 
 def _mesh(config: Config, model: Transformer) -> Mesh | None:
@@ -363,6 +394,7 @@ def _mesh(config: Config, model: Transformer) -> Mesh | None:
         return None
     sharding.shardings(_sized(model), mesh)
     responses = config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
+    require_rows(responses, "responses of a mini-batch", mesh)
     require_rows(-(-responses // config.learner.micro_batches), "responses of a micro-batch", mesh)
     return mesh
 

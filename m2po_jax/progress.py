@@ -68,6 +68,34 @@ class StopSignals:
         self.told()
 
 
+class HostView:
+    """What one of several hosts says that is not the first, which draws the bar: what is worth reading."""
+
+    def __init__(self, name: str, signals: StopSignals):
+        """`name` stands before each line."""
+        self.name, self._signals = name, signals
+
+    def note(self, message: str) -> None:
+        """One line on standard error."""
+        print(f"{self.name}: {message}", file=sys.stderr, flush=True)
+
+    def doing(self, what: str) -> None:
+        """Nothing."""
+
+    def warm_start(self, step: int, accuracy: float, target: float) -> None:
+        """Nothing."""
+
+    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def evaluation(self, version: int, accuracy: float) -> None:
+        """Nothing."""
+
+    def stopping(self) -> bool:
+        """Whether a signal asked this host to stop."""
+        return self._signals.asked is not None
+
+
 def hush_closed_loops() -> None:
     """Keep from standard error what a full disk leaves behind in this process, and say the rest as before.
 

@@ -25,7 +25,7 @@ POINTS = {
     "while weights are written": ("m2po_jax.rollouts.weights:_save", "during"),
     "between weights and LATEST": ("m2po_jax.rollouts.weights:_point_latest", "before"),
     "between the shards of a batch": ("m2po_jax.generation.service:write_shard", "after"),
-    "after a batch record": ("m2po_jax.lockstep:write_batch_record", "after"),
+    "after a batch record": ("m2po_jax.learner.feed:write_batch_record", "after"),
     "between the updates of a batch": ("m2po_jax.lockstep:Lockstep._facts", "after"),
     "between metrics and checkpoint": ("m2po_jax.lockstep:Checkpoints.save", "before"),
     "while a checkpoint is written": ("m2po_jax.lockstep:Checkpoints.save", "after"),

@@ -167,6 +167,7 @@ def test_smollm2_trains(name, questions, tmp_path):
         staleness=replace(config.staleness, k=2),
         learner=replace(config.learner, total_updates=4, checkpoint_every=4, learning_rate=1e-5),
         evaluation=replace(config.evaluation, every=4, prompts=4),
+        mesh=replace(config.mesh, data=1),
     )
     watcher = tiny_text.train(config, tmp_path / "run")
     assert watcher.versions == [2, 4]

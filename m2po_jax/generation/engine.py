@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from m2po_jax.models.positions import positions
+from m2po_jax.models.sharding import everywhere
 from m2po_jax.models.transformer import Cache, Transformer, forward, logits_of
 
 
@@ -133,7 +134,7 @@ def generate(
     end = jax.lax.while_loop(lambda c: (c.step < max_new_tokens) & ~jnp.all(c.done_B), step, start)
     ends_BT = _is_any(end.tokens_BT, stop_ids).astype(jnp.int32)
     first_or_before_BT = jnp.cumsum(ends_BT, axis=1) == ends_BT  # so the padding may be the end token itself
-    return Generated(end.tokens_BT, end.logprobs_BT, first_or_before_BT, end.done_B)
+    return everywhere(Generated(end.tokens_BT, end.logprobs_BT, first_or_before_BT, end.done_B))
 
 
 def _is_any(tokens: Array, ids: tuple[int, ...]) -> Array:

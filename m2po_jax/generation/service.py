@@ -35,19 +35,23 @@ class Generator:
         self._abstract = abstract_params or jax.eval_shape(model.init_params, jax.random.key(0))
         self._loaded: tuple[int, Any, str] | None = None
 
-    def make_missing(self, units: Sequence[UnitId]) -> list[UnitId]:
-        """Make those of `units` (all of one version) that have no shard yet; returns what was made.
+    def missing(self, units: Sequence[UnitId]) -> list[UnitId]:
+        """Those of `units` that have no shard yet."""
+        return [unit for unit in units if not self.store.exists(shard_path(unit))]
 
-        Sampling of a unit runs while the one before it is graded and written.
+    def make(self, units: Sequence[UnitId], share: int = 0, shares: int = 1) -> None:
+        """Sample units, all of one version, and write every one, or every `shares`th from `share` on.
+
+        Sampling of a unit runs while the one before it is graded and written. On several hosts, whose devices sample
+        together, all make the same units, and each writes its share.
         """
-        missing = [unit for unit in units if not self.store.exists(shard_path(unit))]
-        if missing:
-            params, digest = self._weights(missing[0].version)
-            started = [(unit, *self._start(unit, params)) for unit in missing]
-            for unit, problems, generated in started:
-                rollouts = self._rollouts(unit, problems, self.sampler.collect(generated, problems))
-                write_shard(self.store, rollouts, unit, self.provenance(digest), self.producer)
-        return missing
+        if not units:
+            return
+        params, digest = self._weights(units[0].version)
+        started = [(unit, *self._start(unit, params)) for unit in units]
+        for unit, problems, generated in started[share::shares]:
+            rollouts = self._rollouts(unit, problems, self.sampler.collect(generated, problems))
+            write_shard(self.store, rollouts, unit, self.provenance(digest), self.producer)
 
     def provenance(self, weights_digest: str) -> Provenance:
         """What a shard of this run made under those weights must state."""

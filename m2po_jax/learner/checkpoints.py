@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint.options import MultiprocessingOptions
 
 from m2po_jax.config import UserError
 from m2po_jax.learner.state import TrainState
@@ -33,10 +34,24 @@ class Cursor:
 class Checkpoints:
     """`checkpoints/<version>` of one run; a checkpoint is visible once it is whole."""
 
-    def __init__(self, store: Store, keep: int):
-        """Keeps the newest `keep` checkpoints."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_format_fixed_length=8, create=True)
+    def __init__(self, store: Store, keep: int, keep_every: int | None = None):
+        """Keeps the newest `keep` checkpoints, and those of versions that `keep_every` divides.
+
+        On several hosts all of them make one, and call it in the same order.
+        """
         self._location = store.location(_DIRECTORY)
+        if store.local_path is not None:
+            (store.local_path / _DIRECTORY).mkdir(exist_ok=True)
+        several = jax.process_count() > 1
+        # Naming the hosts keeps Orbax from waiting for them by programs on their devices, among those of the learner.
+        hosts = MultiprocessingOptions(0, set(range(jax.process_count())), "checkpoints") if several else None
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            keep_period=keep_every,
+            step_format_fixed_length=8,
+            create=False,
+            multiprocessing_options=hosts or MultiprocessingOptions(),
+        )
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).addFilter(_is_news)  # a filter that is there already is not added again
         self._manager = ocp.CheckpointManager(self._location, options=options)
@@ -49,7 +64,8 @@ class Checkpoints:
         """Start writing; returns once the state may be donated. A checkpoint that is there already is kept."""
         if cursor.version in self._manager.all_steps():
             return
-        copied = jax.tree.map(jnp.copy, state)  # on CPU the host view would be the donated buffer itself
+        # On CPU the view that Orbax takes on the host would be the donated buffer itself.
+        copied = jax.tree.map(jnp.copy, state) if jax.default_backend() == "cpu" else state
         parts = ocp.args.Composite(state=ocp.args.StandardSave(copied), cursor=ocp.args.JsonSave(asdict(cursor)))
         with self._no_room_said():
             self._manager.save(cursor.version, args=parts)

@@ -28,7 +28,7 @@ def token_view(params: Any, spec: UpdateSpec, batch: MiniBatch) -> dict[str, Arr
 
 
 def token_columns(
-    view: dict[str, Array],
+    view: dict[str, np.ndarray],
     batch: MiniBatch,
     rollouts: Rollouts,
     record: BatchRecord,
@@ -52,5 +52,5 @@ def token_columns(
         "position": positions.astype(np.int32),
         "token_id": tokens,
         "token_text": np.array([texts[token] for token in tokens.tolist()]),
-        **{name: np.asarray(values)[mask] for name, values in view.items()},
+        **{name: values[mask] for name, values in view.items()},
     }

@@ -26,15 +26,16 @@ class MetricsLog:
         first_version: int,
         tensorboard: Path | None,
         warn: Callable[[str], None],
+        writes: bool = True,
         speed: Speed | None = None,
     ):
         """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events.
 
-        `speed` is the clock of the loop that makes the updates.
-
-        `warn` is told, in a line, of every update that went wrong.
+        `warn` is told, in a line, of every update that went wrong. On several hosts one of them `writes`. `speed` is
+        the clock of the loop that makes the updates.
         """
-        self._store, self._segment, self._warn, self._speed = store, first_version, warn, speed
+        self._writes, self._speed = writes, speed
+        self._store, self._segment, self._warn = store, first_version, warn
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
         self._events = Events(tensorboard, first_version) if tensorboard else None
@@ -52,9 +53,8 @@ class MetricsLog:
     def flush(self, next_version: int) -> None:
         """Write the segment of everything so far; the next one begins at `next_version`."""
         self.updates([])
-        if not self._lines:
-            return
-        write_segment(self._store, self._segment, self._lines)
+        if self._lines and self._writes:
+            write_segment(self._store, self._segment, self._lines)
         self._segment, self._lines = next_version, []
 
     def close(self) -> None:

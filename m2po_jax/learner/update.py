@@ -71,7 +71,9 @@ def make_update(spec: UpdateSpec, optimizer: optax.GradientTransformation, shard
         state, step_metrics = apply_gradients(state, grads, loss, optimizer)
         return state, metrics | step_metrics
 
-    return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
+    # The version lies on all devices, as the metrics are to.
+    out = None if shardings is None else (shardings, shardings.version)
+    return jax.jit(update, donate_argnums=0, out_shardings=out)
 
 
 def make_score(spec: UpdateSpec) -> Score:

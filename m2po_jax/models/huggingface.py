@@ -58,7 +58,7 @@ def load(directory: str | Path, config: ModelConfig, shardings: Any = None) -> d
             has more ids than the embedding has rows. The message names file and tensor.
     """
     files, sources = _sources(directory, config)
-    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     leaves = {}
     for row, tensors in sources.items():
         where = single if shardings is None else leaf(shardings, row)

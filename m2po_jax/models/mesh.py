@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from m2po_jax.config import ConfigError, MeshConfig
-from m2po_jax.models.sharding import BATCH_AXES, MESH_AXES
+from m2po_jax.models.sharding import BATCH_AXES, MESH_AXES, batch_sharding
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -48,5 +50,26 @@ def require_rows(rows: int, name: str, mesh: Mesh) -> None:
     if rows % parts:
         raise ConfigError(
             f"{rows} {name} cannot be cut into the {parts} parts of mesh.data {mesh.shape['data']} times mesh.fsdp"
-            f" {mesh.shape['fsdp']}"
+            f" {mesh.shape['fsdp']}: use a mesh of fewer parts, such as mesh.data 1, or more rows"
         )
+
+
+def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
+    """Which of the rows of a batch lie on devices of this host, in order, int64 (R,)."""
+    where = batch_sharding(mesh).addressable_devices_indices_map((rows,))
+    return np.unique(np.concatenate([np.arange(rows)[index] for index in where.values()]))
+
+
+def placed(mesh: Mesh, batch: Any, rows: int) -> Any:
+    """A batch of this many rows on the mesh, from numpy arrays with the `local_rows` of each host."""
+    where = batch_sharding(mesh)
+    put = lambda x: jax.make_array_from_process_local_data(where, x, (rows, *x.shape[1:]))  # noqa: E731
+    return jax.tree.map(put, batch)
+
+
+def held(batch_array: Array) -> np.ndarray:
+    """The `local_rows` of an array, on this host."""
+    if batch_array.is_fully_addressable:
+        return np.asarray(jax.device_get(batch_array))
+    parts = {shard.index[0].start or 0: shard.data for shard in batch_array.addressable_shards}
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])

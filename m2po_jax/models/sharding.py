@@ -64,6 +64,17 @@ def abstract_params(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     )
 
 
+def published(abstract: Any, config: ModelConfig) -> Any:
+    """Abstract parameters in the dtypes that generators compute with: as there, but matrices in the compute dtype."""
+
+    def as_published(row: Parameter) -> jax.ShapeDtypeStruct:
+        shape = leaf(abstract, row)
+        dtype = config.compute_dtype if len(row.axes.removeprefix("N")) > 1 else "float32"
+        return jax.ShapeDtypeStruct(shape.shape, dtype, sharding=shape.sharding)
+
+    return tree({row: as_published(row) for row in table(config)})
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of an array whose first axis is the rows of a batch."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -82,6 +93,13 @@ def laid_out(x: Array, axes: str) -> Array:
         for letter, size in zip(axes, x.shape, strict=True)
     )
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def everywhere(tree: Any) -> Any:
+    """Arrays, on all devices of the mesh of `jax.set_mesh`, so that every host can read them; without one, as given."""
+    if not _on_mesh():
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def parts(axes: str) -> int:

@@ -101,6 +101,12 @@ class Rollouts:
             else _at_width(self.rescored_logprobs, self.response_lengths, response_width),
         )
 
+    def at(self, index: np.ndarray) -> "Rollouts":
+        """The rows with these numbers, int (R',), in this order."""
+        columns: dict[str, Any] = {name: getattr(self, name)[index] for name in _array_columns(self)}
+        texts: dict[str, Any] = {name: [getattr(self, name)[i] for i in index] for name in _TEXT_COLUMNS}
+        return replace(self, **columns, **texts)
+
 
 def concatenate(parts: list[Rollouts]) -> Rollouts:
     """One Rollouts with the rows of all parts in order, padded to the widest.

@@ -1,4 +1,7 @@
-"""Published weights: parameters by version through Orbax, visible only once whole, bound to their digest."""
+"""Published weights: parameters by version through Orbax, visible only once whole, bound to their digest.
+
+On several hosts each writes the parts that its devices hold, and all of them call `publish` and `load` in one order.
+"""
 
 import functools
 import hashlib
@@ -6,11 +9,15 @@ import json
 import logging
 import threading
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax import Array
+from orbax.checkpoint.options import MultiprocessingOptions
 
 from m2po_jax.config import UserError
 from m2po_jax.rollouts.paths import LATEST, WEIGHTS, parse_version, weights_path
@@ -20,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _PUBLISHING = threading.Lock()
 _LOADING = threading.Lock()
 _DIGEST = "params_digest"
+_SEEDS = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 _METADATA = "_CHECKPOINT_METADATA"  # where Orbax keeps custom metadata; read here because its own reader takes 17 ms
 
 
@@ -34,29 +42,56 @@ class Published:
     """False when the version was there already; its weights were kept."""
 
 
+class Snapshot(NamedTuple):
+    """Parameters as they are to be published: arrays of their own, which no update donates."""
+
+    params: Any
+    sums: Array
+    """uint32 (leaves, 4): a sum over the elements of each leaf, in sorted order of path."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the path, dtype, shape and sums of every leaf; waits for the device."""
+        state = hashlib.sha256()
+        leaves = _named_leaves(self.params)
+        for path, sums in zip(sorted(leaves), jax.device_get(self.sums), strict=True):
+            state.update(f"{path} {np.dtype(leaves[path].dtype).name} {np.shape(leaves[path])} {sums}\n".encode())
+        return state.hexdigest()
+
+
+def snapshot(params: Any, dtypes: Any = None) -> Snapshot:
+    """Copy and sum the parameters on their devices; returns at once, and they may then be donated.
+
+    `dtypes` is a tree like theirs, of what to publish in; None keeps what they have.
+    """
+    params = jax.tree.map(_on_device, params)
+    if dtypes is None:
+        dtypes = jax.tree.map(lambda x: x.dtype, params)
+    copied = _copied(params, tuple(np.dtype(dtype).name for dtype in jax.tree.leaves(dtypes)))
+    return Snapshot(copied, _all_sums(copied))
+
+
 def params_digest(params: Any) -> str:
-    """sha256 over the path, dtype, shape and bytes of every leaf, in sorted order of path."""
-    leaves = _named_leaves(params)
-    state = hashlib.sha256()
-    for path in sorted(leaves):
-        array = np.ascontiguousarray(jax.device_get(leaves[path]))
-        state.update(f"{path} {array.dtype.name} {np.shape(leaves[path])}\n".encode())
-        state.update(array.reshape(-1).view(np.uint8).data)
-    return state.hexdigest()
+    """What `Snapshot.digest` says of the parameters as they are, however they are laid out on devices."""
+    params = jax.tree.map(_on_device, params)
+    return Snapshot(params, _all_sums(params)).digest
 
 
 def publish(store: Store, version: int, params: Any) -> Published:
-    """Make the parameters of a version visible, whole, then point LATEST at it; usable from any thread.
+    """Make a snapshot, or parameters, visible as a version, whole, then point LATEST at it; usable from any thread.
 
-    The arrays must not be donated before this returns: give a background thread a copy on the host.
+    Parameters must not be donated before this returns; a snapshot cannot be.
     A version that is there already is kept: with the same digest that is success, with another one it is also
     reported as a warning, and the digest of what is there is returned. Raises UserError when the disk is full.
     """
-    params = jax.device_get(params)
+    taken = params if isinstance(params, Snapshot) else snapshot(params)
+    digest = taken.digest
     with _PUBLISHING:
-        _sweep(store, version)
-        published = _save(store, version, params, params_digest(params))
-        _point_latest(store, version, published.digest)
+        if _speaks(taken.params):
+            _sweep(store, version)
+        published = _save(store, version, taken.params, digest)
+        if _speaks(taken.params):
+            _point_latest(store, version, published.digest)
     return published
 
 
@@ -70,14 +105,16 @@ def load(store: Store, version: int, abstract_params: Any) -> tuple[Any, str]:
     location = store.location(weights_path(version))
     try:
         with _LOADING:
-            params = _loader().restore(location, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
+            loader = _loader(_shared(abstract_params))
+            params = loader.restore(location, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
     except Exception as error:  # Orbax and TensorStore raise many types for damaged files
         reason = _mismatch(location, abstract_params) or f"they are damaged ({repr(error)[:200]})"
         raise _unusable(location, version, reason) from error
+    params = jax.tree.map(_on_device, params)
     if params_digest(params) != recorded or _shapes(params) != _shapes(abstract_params):
         reason = _mismatch(location, abstract_params) or "their content does not match their digest"
         raise _unusable(location, version, reason)
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, may_alias=False), params), recorded
+    return params, recorded
 
 
 def read_digest(store: Store, version: int) -> str:
@@ -120,7 +157,9 @@ def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     location = store.location(weights_path(version))
     if version not in versions(store):
         try:
-            _saver().save(location, args=ocp.args.StandardSave(params), custom_metadata={_DIGEST: digest})
+            shared = _shared(params)
+            arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
+            _saver(shared).save(location, args=arrays, custom_metadata={_DIGEST: digest})
             return Published(version, digest, created=True)
         except Exception as error:  # Orbax and TensorStore raise many types
             if is_no_room(error):
@@ -145,6 +184,52 @@ def _sweep(store: Store, version: int) -> None:
             store.delete_prefix(f"{WEIGHTS}/{name}")
 
 
+@partial(jax.jit, static_argnames="dtypes")
+def _copied(params: Any, dtypes: tuple[str, ...]) -> Any:
+    leaves, structure = jax.tree.flatten(params)
+    copies = (jnp.copy(x.astype(dtype)) for x, dtype in zip(leaves, dtypes, strict=True))
+    return jax.tree.unflatten(structure, copies)
+
+
+@jax.jit
+def _all_sums(params: Any) -> Array:
+    named = _named_leaves(params)
+    return jnp.stack([_sums(named[path]) for path in sorted(named)])
+
+
+def _sums(leaf: Array) -> Array:
+    """Four sums of hashes of an element's bits and place, uint32 and modulo 2^32, so that their order is nothing."""
+    width = leaf.dtype.itemsize * 8
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{width}").astype(jnp.uint32)
+    place = jnp.zeros(leaf.shape, jnp.uint32)
+    for axis in range(leaf.ndim):
+        place = _mixed(place + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis))
+    lanes = (_mixed(bits ^ _mixed(place ^ jnp.uint32(seed))) for seed in _SEEDS)
+    return jnp.stack([jnp.sum(lane, dtype=jnp.uint32) for lane in lanes])
+
+
+def _mixed(x: Array) -> Array:
+    """A bijection of 32 bits, each bit of which depends on all bits of `x`."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def _on_device(leaf: Any) -> Array:
+    return leaf if isinstance(leaf, Array) else jax.device_put(leaf, may_alias=False)
+
+
+def _shared(params: Any) -> bool:
+    """Whether several hosts hold these arrays, or shapes with shardings, together."""
+    where = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    return any(sharding is not None and not sharding.is_fully_addressable for sharding in where)
+
+
+def _speaks(params: Any) -> bool:
+    """Whether this host does what one host does for all that hold the arrays."""
+    return jax.process_index() == 0 or not _shared(params)
+
+
 def _named_leaves(params: Any) -> dict[str, Any]:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -166,7 +251,7 @@ def _unusable(location: str, version: int, reason: str) -> UserError:
 def _mismatch(location: str, abstract_params: Any) -> str | None:
     """The first leaf that the saved weights and the model do not agree on."""
     try:
-        saved = _shapes(_loader().metadata(location).item_metadata.tree)
+        saved = _shapes(_loader(False).metadata(location).item_metadata.tree)
     except Exception:  # damaged so far that nothing can be compared
         return None
     wanted = _shapes(abstract_params)
@@ -181,12 +266,22 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 @functools.cache
-def _saver() -> ocp.Checkpointer:
+def _saver(shared: bool) -> ocp.Checkpointer:
     # Orbax logs the traceback of each of its threads that fails, and then raises the same error here.
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in record.getMessage())
-    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler(**_hosts(shared)), **_hosts(shared))
 
 
 @functools.cache
-def _loader() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+def _loader(shared: bool) -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler(**_hosts(shared)), **_hosts(shared))
+
+
+def _hosts(shared: bool) -> dict[str, Any]:
+    """Which hosts Orbax is to wait for; naming them keeps it from doing so by a program on their devices."""
+    if jax.process_count() == 1:
+        return {}
+    me = jax.process_index()
+    hosts = set(range(jax.process_count())) if shared else {me}
+    options = MultiprocessingOptions(0 if shared else me, hosts, "weights" if shared else f"weights-{me}")
+    return {"multiprocessing_options": options}

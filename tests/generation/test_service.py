@@ -49,7 +49,8 @@ def made(tmp_path_factory):
     generator = Generator(store, "run", CONFIG, TASK, MODEL)
     for version in (0, 4):
         wanted = [unit for unit in UNITS if unit.version == version]
-        assert generator.make_missing(wanted) == wanted
+        assert generator.missing(wanted) == wanted
+        generator.make(wanted)
     return store, generator, {unit: read_shard(store, unit) for unit in UNITS}
 
 
@@ -69,13 +70,13 @@ def test_units_are_the_same_whoever_makes_them_in_whatever_order(made, make_run)
     """Also REGRESSIONS 18: this generator goes 4, 0, 4, 0, and nothing of the weights before stays with it."""
     store, generator = make_run("other")
     for unit in (UnitId(4, 1, 1), UnitId(0, 1, 0), UnitId(4, 0, 0), UnitId(0, 0, 1)):
-        assert generator.make_missing([unit]) == [unit]
+        generator.make([unit])
         assert read_shard(store, unit).digest == made[2][unit].digest
 
 
 def test_another_run_id_changes_the_shard_and_none_of_its_rows(made, make_run, equal_rollouts):
     store, generator = make_run("other", run_id="another")
-    generator.make_missing([UnitId(0, 0, 1)])
+    generator.make([UnitId(0, 0, 1)])
     shard, reference = read_shard(store, UnitId(0, 0, 1)), made[2][UnitId(0, 0, 1)]
     assert (shard.provenance.run_id, reference.provenance.run_id) == ("another", "run")
     assert shard.digest != reference.digest
@@ -84,7 +85,7 @@ def test_another_run_id_changes_the_shard_and_none_of_its_rows(made, make_run, e
 
 def test_another_seed_draws_other_prompts(made, make_run):
     store, generator = make_run("other", config=replace(CONFIG, seed=1))
-    generator.make_missing([UnitId(0, 0, 0)])
+    generator.make([UnitId(0, 0, 0)])
     other, usual = read_shard(store, UnitId(0, 0, 0)).rollouts, made[2][UnitId(0, 0, 0)].rollouts
     assert other.prompt_ids != usual.prompt_ids
 
@@ -92,10 +93,12 @@ def test_another_seed_draws_other_prompts(made, make_run):
 def test_only_missing_units_are_made(made, make_run):
     store, generator = make_run("other")
     units = [UnitId(0, 0, 0), UnitId(0, 0, 1), UnitId(0, 1, 0)]
-    assert generator.make_missing(units[1:2]) == units[1:2]
+    generator.make(units[1:2])
     first = store.get(shard_path(units[1]))
-    assert generator.make_missing(units) == [units[0], units[2]]
-    assert generator.make_missing(units) == []
+    assert generator.missing(units) == [units[0], units[2]]
+    generator.make(generator.missing(units))
+    assert generator.missing(units) == []
+    generator.make([])
     assert store.get(shard_path(units[1])) == first
     assert [read_shard(store, unit).digest for unit in units] == [made[2][unit].digest for unit in units]
 
@@ -112,18 +115,18 @@ def test_weights_come_from_the_store(made):
 def test_a_version_whose_weights_were_replaced_is_loaded_anew(made, make_run):
     """REGRESSIONS 18, for a version number that changes its meaning under a running generator."""
     store, generator = make_run("other", later=BASE)
-    generator.make_missing([UnitId(4, 0, 0)])
+    generator.make([UnitId(4, 0, 0)])
     assert_scored_by(BASE, read_shard(store, UnitId(4, 0, 0)).rollouts)
     weights.retire(store, 4)
     weights.publish(store, 4, LATER)
-    generator.make_missing([UnitId(4, 0, 1)])
+    generator.make([UnitId(4, 0, 1)])
     assert read_shard(store, UnitId(4, 0, 1)).digest == made[2][UnitId(4, 0, 1)].digest
 
 
 def test_a_version_without_weights_is_named(make_run):
     store, generator = make_run("other")
     with pytest.raises(UserError, match="version 8"):
-        generator.make_missing([UnitId(8, 0, 0)])
+        generator.make([UnitId(8, 0, 0)])
     assert store.list("rollouts") == []
 
 
@@ -170,7 +173,7 @@ def test_prompts_are_stored_as_encoded_and_none_is_held_out(made):
 
 def test_all_units_are_sampled_by_one_program(made, make_run):
     _, generator = make_run("other")
-    generator.make_missing([UnitId(0, 0, 0)])
+    generator.make([UnitId(0, 0, 0)])
     programs = generate._cache_size()
-    generator.make_missing([UnitId(4, 5, 1), UnitId(4, 7, 0)])
+    generator.make([UnitId(4, 5, 1), UnitId(4, 7, 0)])
     assert generate._cache_size() == programs

@@ -37,7 +37,7 @@ def test_a_batch_is_fetched_when_the_next_one_comes(store):
 
 def test_the_speed_of_each_update_is_in_its_line(store):
     clock = Speed(tiny.TINY.model, jax.devices()[:1])
-    log = MetricsLog(store, 0, None, pytest.fail, clock)
+    log = MetricsLog(store, 0, None, pytest.fail, speed=clock)
     work = {"sequence_tokens": jnp.float32(300), "token_pairs": jnp.float32(900), "tokens": jnp.float32(100)}
     for start in (0, 2):
         done = []

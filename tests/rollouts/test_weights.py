@@ -250,9 +250,9 @@ def test_a_publisher_killed_at_any_moment_shows_no_half_weights(store, start):
 
 def test_a_full_disk_is_named_and_shows_no_weights(small_disk, caplog):
     with pytest.raises(UserError, match="no space left to write .*weights/00000004"):
-        weights.publish(small_disk, 4, {"w": np.random.default_rng(0).normal(size=(512, 512))})
+        weights.publish(small_disk, 4, {"w": np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)})
     assert not caplog.records, "one clear line, no traceback"
     assert weights.versions(small_disk) == []
     assert weights.latest(small_disk) is None
-    weights.publish(small_disk, 4, {"w": np.zeros(2)})
+    weights.publish(small_disk, 4, {"w": np.zeros(2, np.float32)})
     assert weights.versions(small_disk) == [4]

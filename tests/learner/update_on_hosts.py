@@ -1,0 +1,58 @@
+"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES ...`: updates by one of several hosts.
+
+Each host places only its own rows of the batch. The first writes what each update took off the parameters, and its
+metrics, to FOLDER.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from m2po_jax.learner.hosts import Hosts, connect
+from m2po_jax.learner.state import init_state, shardings_of
+from m2po_jax.learner.update import make_update
+from m2po_jax.models import sharding
+from m2po_jax.models.mesh import held, local_rows, make_mesh, placed
+from tests.learner import batches
+from tests.learner.test_invariance import whole_batch
+from tests.learner.test_mesh import MESHES, policy
+
+
+def main(folder: str, *wanted: str) -> None:
+    connect()
+    hosts = Hosts()
+    for name in wanted:
+        mesh_name, micro_batches = name.split(":")
+        mesh = make_mesh(MESHES[mesh_name])
+        model, params = policy()
+        params = jax.tree.map(np.asarray, params)
+        state = init_state(jax.device_put(params, sharding.shardings(model.config, mesh)), batches.SGD)
+        everything = whole_batch()
+        rows = local_rows(mesh, len(everything.rewards))
+        batch = placed(
+            mesh, jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], everything), len(everything.rewards)
+        )
+        np.testing.assert_array_equal(held(batch.rewards), np.asarray(everything.rewards)[rows])
+        spec = batches.spec("m2po", micro_batches=int(micro_batches))._replace(model=model)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        with jax.set_mesh(mesh):
+            after, metrics = make_update(spec, batches.SGD, shardings_of(state))(state, batch)
+            whole = jax.jit(lambda x: x, out_shardings=everywhere)(after.params)
+        taken = jax.tree.map(np.subtract, params, jax.device_get(whole))
+        shared = len(rows) < len(everything.rewards)
+        if hosts.first:
+            leaves = {f"params/{index}": leaf for index, leaf in enumerate(jax.tree.leaves(taken))}
+            values = {f"metrics/{key}": value for key, value in jax.device_get(metrics).items()}
+            np.savez(Path(folder) / f"{mesh_name}-{micro_batches}.npz", shared=shared, **leaves, **values)
+        hosts.gather("an update")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)
