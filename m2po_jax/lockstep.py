@@ -18,7 +18,7 @@ from m2po_jax.config import Config, ModelConfig, UserError
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
 from m2po_jax.generation.engine import Streams
-from m2po_jax.learner.batches import mini_batches
+from m2po_jax.learner.batches import mini_batches, packing_of, padding_frac
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.metrics import MetricsLog
@@ -177,7 +177,9 @@ class Lockstep:
         record, rollouts = self._rollouts(version)
         learner = self.config.learner
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
-        batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
+        packing = packing_of(self.config, widths[0], sharding.parts("B"))
+        batches = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates, packing)
+        padding = [padding_frac(batch) for batch in batches]
         if self.mesh is not None:
             batches = jax.device_put(batches, sharding.batch_sharding(self.mesh))
         self.progress.doing("learning")
@@ -187,7 +189,8 @@ class Lockstep:
         done = []
         for index, batch in enumerate(batches):
             state, metrics = self.update(state, batch)
-            done.append((self._facts(record, version + index, index), metrics))
+            facts = self._facts(record, version + index, index) | {"padding_frac": padding[index]}
+            done.append((facts, metrics))
         log.updates(done)
         return state
 
