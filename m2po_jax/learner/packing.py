@@ -199,15 +199,21 @@ def joined(parts: Sequence[Packed]) -> Packed:
 
 
 def _first_fit(part: Sequences, width: int, scored_width: int) -> np.ndarray:
-    """Row of each sequence, int64 (B,): by falling size, each in the first row with room for it and its response."""
+    """Row of each sequence, int64 (B,): by falling size, each in the first row with room for it and its response.
+
+    Those that not even the shortest one fits beside have the first rows, a row each.
+    """
     lengths_B, scored_B = part.lengths, part.response_lengths
-    free_B, free_scored_B = np.full(len(lengths_B), width), np.full(len(lengths_B), scored_width)
-    row_B = np.zeros(len(lengths_B), np.int64)
-    for i in np.argsort(-np.maximum(lengths_B / width, scored_B / scored_width), kind="stable").tolist():
-        row = ((free_B >= lengths_B[i]) & (free_scored_B >= scored_B[i])).argmax()
-        row_B[i] = row
-        free_B[row] -= lengths_B[i]
-        free_scored_B[row] -= scored_B[i]
+    alone_B = lengths_B + lengths_B.min(initial=width) > width
+    row_B = np.cumsum(alone_B) - 1
+    others = np.flatnonzero(~alone_B)
+    free, free_scored = np.full(len(others), width), np.full(len(others), scored_width)
+    sizes = np.maximum(lengths_B[others] / width, scored_B[others] / scored_width)
+    for i in others[np.argsort(-sizes, kind="stable")].tolist():
+        row = ((free >= lengths_B[i]) & (free_scored >= scored_B[i])).argmax()
+        row_B[i] = row + len(lengths_B) - len(others)
+        free[row] -= lengths_B[i]
+        free_scored[row] -= scored_B[i]
     return row_B
 
 
