@@ -11,7 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.models.positions import positions
-from m2po_jax.models.sharding import parts
+from m2po_jax.models.sharding import laid_out, parts
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of
 
 CHUNK_TOKENS = 4096
@@ -61,22 +61,39 @@ def packed_logprobs(
     segment_ids_BS: Array | np.ndarray,
     temperature: float | Array = 1.0,
     chunk_tokens: int | None = None,
+    scored_BW: Array | np.ndarray | None = None,
 ) -> tuple[Array, Array]:
     """`response_logprobs` for rows that hold several sequences each, one after the other.
 
     Args:
         tokens_BS: int32; segment_ids_BS int32, a positive number for each sequence of a row, 0 on padding.
+        scored_BW: int32, slots of the tokens that are asked for, each at most once, 0 for none; None: all slots.
+            Logits are computed for these alone.
 
     Returns:
-        log-prob of each token given those before it in its segment, and the entropy there, float32 (B, S), both zero
-        on the first token of a segment, which nothing scores, and on padding.
+        log-prob of each token given those before it in its segment, and the entropy there, float32 (B, S) or (B, W),
+        both zero on the first token of a segment, which nothing scores, and on padding.
     """
     tokens_BS, segment_ids_BS = jnp.asarray(tokens_BS), jnp.asarray(segment_ids_BS)
     hidden_BSD = forward_packed(model, params, tokens_BS, segment_ids_BS)
     scored = (segment_ids_BS[:, 1:] == segment_ids_BS[:, :-1]) & (segment_ids_BS[:, 1:] > 0)
-    values = _chunked(model, params, hidden_BSD[:, :-1], tokens_BS[:, 1:], temperature, chunk_tokens)
-    logprobs_BS, entropy_BS = (jnp.pad(jnp.where(scored, x, 0.0), ((0, 0), (1, 0))) for x in values)
-    return logprobs_BS, entropy_BS
+    if scored_BW is None:
+        values = _chunked(model, params, hidden_BSD[:, :-1], tokens_BS[:, 1:], temperature, chunk_tokens)
+        logprobs_BS, entropy_BS = (jnp.pad(jnp.where(scored, x, 0.0), ((0, 0), (1, 0))) for x in values)
+        return logprobs_BS, entropy_BS
+    asked_BW = jnp.asarray(scored_BW)
+    before_BW = jnp.maximum(asked_BW - 1, 0)
+    hidden_BWD = laid_out(_taken(hidden_BSD, before_BW), "BTD")
+    targets_BW = jnp.take_along_axis(tokens_BS, asked_BW, axis=1)
+    real_BW = jnp.take_along_axis(scored, before_BW, axis=1) & (asked_BW > 0)
+    values = _chunked(model, params, hidden_BWD, targets_BW, temperature, chunk_tokens)
+    logprobs_BW, entropy_BW = (jnp.where(real_BW, x, 0.0) for x in values)
+    return logprobs_BW, entropy_BW
+
+
+def _taken(x_BSD: Array, slots_BW: Array) -> Array:
+    """Slots of each row, (B, W, D); row by row, so that a mesh that cuts rows moves nothing."""
+    return jax.vmap(lambda x_SD, slots_W: x_SD[slots_W])(x_BSD, slots_BW)
 
 
 def _chunked(

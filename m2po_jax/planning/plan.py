@@ -191,9 +191,8 @@ def _bounded(
     """With closed forms and bounds; those without costs only get the first."""
     facts: dict[str, Any] = {**vars(found), "useful_flops": useful, "executed_flops": executed}
     if found.costs is not None:
-        length = config.task.max_prompt_tokens + config.sampling.max_new_tokens
         kernels = sum(
-            calls * kernel_flops(name, config.model, rows, length, mesh.shape["tensor"], BLOCK)
+            calls * kernel_flops(name, config.model, rows, programs.row_widths(config)[0], mesh.shape["tensor"], BLOCK)
             for name, calls in found.costs.kernels.items()
         )
         bounds = roofline(chip, found.costs.flops + kernels, found.costs.hbm_bytes, found.costs.sent_bytes)
