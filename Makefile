@@ -20,7 +20,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal --timeout 600
 
-.PHONY: help quickstart test test-fast test-extra lint types lock clean
+.PHONY: help quickstart host test test-fast test-extra lint types lock clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [PYTHON=python3.12]"
@@ -29,6 +29,8 @@ help: ## list the targets
 
 quickstart: $(VENV)/.installed ## make .venv, run the four arms of the quickstart, write the report
 	$(BIN)/m2po sweep experiments/quickstart.py --runs $(RUNS) --seeds $(SEEDS)
+
+host: $(VENV)/.installed-host ## make .venv with what a host of a TPU slice needs
 
 test: lint types ## make .venv, run ruff, mypy and all tests, the slow ones too
 	$(PYTEST) $(PARALLEL)
@@ -39,9 +41,10 @@ test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 
 test-extra: $(VENV)/.installed-extra ## the tests that need npm packages or the compiler of TPUs (0.7 GB)
 	$(PYTEST) -m extra
 
-lint: $(VENV)/.installed-dev ## ruff: rules and format
+lint: $(VENV)/.installed-dev ## ruff: rules and format; shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck --external-sources launch/*.sh launch/config.sh.example .ci/run
 
 types: $(VENV)/.installed-dev ## mypy
 	$(BIN)/mypy
@@ -76,6 +79,11 @@ $(VENV)/.installed-extra: $(VENV)/.installed-dev
 	@echo "make: installing the compiler of TPUs into $(VENV)"
 	@$(PIP_INSTALL) -e '.[dev,tpu]'
 	@touch $@
+
+$(VENV)/.installed-host: $(VENV)/.made setup.py requirements.lock
+	@echo "make: installing m2po-jax with JAX for TPUs into $(VENV) (a minute or two, about 1.7 GB)"
+	@$(PIP_INSTALL) -e '.[tpu,gcs]'
+	@touch $@ $(VENV)/.installed
 
 # Holds the package as well, so it stands for both.
 $(VENV)/.installed-dev: $(VENV)/.made setup.py requirements.lock

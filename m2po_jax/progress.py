@@ -160,6 +160,10 @@ class RunView:
                 f"reward {metrics['reward_mean']:.2f}  age {metrics['staleness_updates']}"
                 f"  masked {metrics['masked_frac']:.2%}  {metrics['updates_per_s']:.1f} updates/s"
             )
+            if "tokens_per_s" in metrics:
+                facts += f"  {metrics['tokens_per_s']:,.0f} tokens/s"
+            if "mfu" in metrics:
+                facts += f"  MFU {metrics['mfu']:.0%}"
         if self._accuracies:
             facts += f"  held-out {sparkline(self._accuracies[-20:])} {self._accuracies[-1]:.3f}"
         self._facts = facts

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -180,6 +181,21 @@ def test_an_installed_environment_is_left_alone(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     planned = make("-n", "quickstart", "PYTHON=unused", cwd=tmp_path).stdout
     assert planned.splitlines() == [".venv/bin/m2po sweep experiments/quickstart.py --runs runs/quickstart --seeds 7"]
+
+
+def test_shell_scripts_pass_shellcheck():
+    checked = [line for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines() if "shellcheck --" in line]
+    patterns = checked[0].partition("--external-sources ")[2].split()
+    files = sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+    scripts = [
+        path for path in repository_files(ROOT) if path.read_bytes()[:64].splitlines()[:1] == [b"#!/usr/bin/env bash"]
+    ]
+    assert [name for path in scripts if (name := str(path.relative_to(ROOT))) not in files] == []
+    program = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([program, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 0)
 
 
 def test_ci_runs_all_tests():

@@ -32,7 +32,10 @@ from m2po_jax.rollouts import Store, open_run, read_segments, weights
 from m2po_jax.tasks import ArithmeticTask
 
 ROOT = Path(__file__).parents[1]
-TIMING = ("wall_time_s", "updates_per_s")
+TIMING = (
+    "wall_time_s", "updates_per_s", "update_s", "tokens_per_s", "flops_per_s", "data_wait_frac",
+    "checkpoint_wait_frac", "host_frac",
+)  # fmt: skip
 
 TINY = Config(
     name="tiny",

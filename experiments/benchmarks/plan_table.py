@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from m2po_jax.config import Config
-from m2po_jax.planning.chips import CHIPS, SLICES, GiB, chips_in
+from m2po_jax.models.chips import CHIPS, GiB
+from m2po_jax.planning.chips import SLICES, chips_in
 from m2po_jax.planning.storage import parameters
 
 PLANS = Path(__file__).parents[1] / "plans.py"

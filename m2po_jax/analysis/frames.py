@@ -23,7 +23,8 @@ UPDATE_COLUMNS = (
     "truncated_frac", "loss", "masked_frac", "trust_region_frac", "m2_all", "m2_trust_region", "m2_kept",
     "ratio_mean", "ratio_max", "log_ratio_min", "log_ratio_max", "k1", "k3", "ess", "chi2", "saturated_frac",
     "nonfinite_tokens", "all_masked", "advantage_mean", "advantage_std", "no_signal_frac", "grad_norm",
-    "learning_rate", "skipped", "wall_time_s", "updates_per_s",
+    "learning_rate", "skipped", "wall_time_s", "updates_per_s", "update_s", "tokens_per_s", "flops_per_s", "mfu",
+    "data_wait_frac", "checkpoint_wait_frac", "host_frac", "memory_bytes", "memory_peak_bytes",
 )  # fmt: skip
 """Columns of `RunData.updates`, one row a model update: `version` is the version before it."""
 

@@ -20,7 +20,7 @@ from m2po_jax import __version__
 from m2po_jax.analysis import figures
 from m2po_jax.analysis.frames import RunData, Sample, arm_notes, arms, find_runs, load, notes, rollout_samples
 from m2po_jax.analysis.palette import DARK
-from m2po_jax.analysis.table import default_pairs, formatted, paired_differences, summary
+from m2po_jax.analysis.table import default_pairs, formatted, paired_differences, speed, summary
 from m2po_jax.config import Config, UserError, flatten
 from m2po_jax.rollouts.store import Store
 
@@ -97,7 +97,7 @@ def environment_versions() -> dict[str, str]:
 def _content(runs: Sequence[RunData], drawn: dict[str, Figure]) -> dict[str, Any]:
     grouped = arms(runs)
     seeds = sorted({run.seed for run in runs})
-    pairs = default_pairs(runs)
+    pairs, speeds = default_pairs(runs), speed(runs)
     return {
         "title": ", ".join(grouped),
         "arms": list(grouped),
@@ -107,6 +107,7 @@ def _content(runs: Sequence[RunData], drawn: dict[str, Figure]) -> dict[str, Any
         "colors": {_variable(light): (light, dark) for light, dark in DARK.items()},
         "summary": formatted(summary(runs)),
         "differences": formatted(paired_differences(runs, pairs)) if pairs else None,
+        "speed": formatted(speeds) if len(speeds.columns) > 1 else None,
         "figures": {title: inline_svg(figure, title.replace("_", " ")) for title, figure in drawn.items()},
         "samples": [(name, members[0].seed, _samples(members[0])) for name, members in grouped.items()],
         "configuration": configuration_differences(runs),

@@ -93,6 +93,28 @@ def summary(runs: Sequence[RunData], reference: str = "grpo-s0") -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
+SPEEDS = (
+    "update_s",
+    "tokens_per_s",
+    "flops_per_s",
+    "mfu",
+    "data_wait_frac",
+    "checkpoint_wait_frac",
+    "host_frac",
+    "memory_peak_bytes",
+)
+"""Columns of `speed`."""
+
+
+def speed(runs: Sequence[RunData]) -> pd.DataFrame:
+    """One row an arm: medians over the updates, then means over its runs; only columns that some run has told."""
+    rows = [
+        {"arm": name} | {c: float(np.mean([run.updates[c].median() for run in members])) for c in SPEEDS}
+        for name, members in arms(runs).items()
+    ]
+    return pd.DataFrame(rows).dropna(axis="columns", how="all")
+
+
 def paired_differences(runs: Sequence[RunData], pairs: Iterable[Pair]) -> pd.DataFrame:
     """Difference of final accuracy of arm minus other, in points, over the seeds that both have finished.
 
@@ -144,13 +166,21 @@ LABELS = {
     "m2_before": "M2 before",
     "m2_after": "M2 after",
     "updates_per_s": "updates/s",
+    "update_s": "s an update",
+    "tokens_per_s": "tokens/s",
+    "flops_per_s": "FLOP/s",
+    "mfu": "MFU",
+    "data_wait_frac": "waits for data",
+    "checkpoint_wait_frac": "for checkpoints",
+    "host_frac": "devices idle",
+    "memory_peak_bytes": "peak memory, GB",
     "minus": "minus",
     "n": "n",
     "points": "points",
     "low": "95 % low",
     "high": "95 % high",
 }
-"""Column of `summary` or `paired_differences` -> its heading."""
+"""Column of `summary`, `speed` or `paired_differences` -> its heading."""
 
 
 def formatted(frame: pd.DataFrame) -> pd.DataFrame:
@@ -225,6 +255,10 @@ def _format(column: str, value: object) -> str:
         return f"{number:+.1f}"
     if column == "masked_frac":
         return f"{number:.3%}"
-    if column.endswith(("accuracy", "_frac", "_min", "_max")):
+    if column == "memory_peak_bytes":
+        return f"{number / 1e9:.1f}"
+    if column == "tokens_per_s":
+        return f"{number:,.0f}"
+    if column == "mfu" or column.endswith(("accuracy", "_frac", "_min", "_max")):
         return f"{number:.1%}"
     return f"{number:.3g}"

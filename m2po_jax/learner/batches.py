@@ -94,6 +94,7 @@ def _unpacked(rollouts: Rollouts) -> MiniBatch:
     return MiniBatch(
         prompt_tokens=prompt_tokens,
         prompt_valid=prompt_valid,
+        prompt_lengths=rollouts.prompt_lengths,
         response_tokens=rollouts.response_tokens,
         response_mask=np.arange(rollouts.response_tokens.shape[1])[None, :] < rollouts.response_lengths[:, None],
         behavior_logprobs=rollouts.behavior_logprobs,

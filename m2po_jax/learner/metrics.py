@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from m2po_jax.learner.events import Events
+from m2po_jax.learner.speed import Speed
 from m2po_jax.rollouts import Store, write_segment
 
 
@@ -26,12 +27,14 @@ class MetricsLog:
         tensorboard: Path | None,
         warn: Callable[[str], None],
         writes: bool = True,
+        speed: Speed | None = None,
     ):
         """The first segment begins at `first_version`; `tensorboard` is a local directory or None for no events.
 
-        `warn` is told, in a line, of every update that went wrong. On several hosts one of them `writes`.
+        `warn` is told, in a line, of every update that went wrong. On several hosts one of them `writes`. `speed` is
+        the clock of the loop that makes the updates.
         """
-        self._writes = writes
+        self._writes, self._speed = writes, speed
         self._store, self._segment, self._warn = store, first_version, warn
         self._lines: list[dict[str, Any]] = []
         self._pending: list[tuple[dict[str, Any], dict[str, jax.Array]]] = []
@@ -60,11 +63,16 @@ class MetricsLog:
             self._events.close()
 
     def _fetch(self, batch: list[tuple[dict[str, Any], dict[str, jax.Array]]]) -> None:
+        if not batch:
+            return
         elapsed = time.perf_counter() - self._started
-        for facts, metrics in batch:
-            values = {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()}
-            speed = (facts["version"] + 1 - self._first) / elapsed
-            self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": speed}
+        fetched = [
+            {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()} for _, metrics in batch
+        ]
+        speeds = self._speed.turn(fetched) if self._speed else [{} for _ in batch]
+        for (facts, _), values, speed in zip(batch, fetched, speeds, strict=True):
+            rate = (facts["version"] + 1 - self._first) / elapsed
+            self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": rate, **speed}
             self._append({"event": "update", **self.latest})
             for alarm in alarms(self.latest):
                 self._warn(f"update {facts['version']}: {alarm}")

@@ -29,6 +29,8 @@ class MiniBatch(NamedTuple):
     """int32 (B, P), padded on the left; None where `packed` holds the prompts."""
     prompt_valid: HostOrDevice | None
     """bool (B, P), True on real tokens; None with `packed`."""
+    prompt_lengths: HostOrDevice
+    """int32 (B,)."""
     response_tokens: HostOrDevice
     """int32 (B, T), padded on the right."""
     response_mask: HostOrDevice
@@ -272,7 +274,11 @@ def _of_responses(x_RW: Array, packed: Packed, response_mask_BT: HostOrDevice) -
 
 def _batch_metrics(spec: UpdateSpec, batch: MiniBatch, advantages_B: Array) -> dict[str, Array]:
     silent = jnp.all(jnp.reshape(advantages_B, (-1, spec.group_size)) == 0.0, axis=1)
+    lengths_B = jnp.asarray(batch.prompt_lengths) + jnp.sum(batch.response_mask, axis=1, dtype=jnp.int32)
+    lengths_B = lengths_B.astype(jnp.float32)
     return {
+        "sequence_tokens": jnp.sum(lengths_B),
+        "token_pairs": jnp.sum(lengths_B * (lengths_B + 1.0)) / 2.0,
         "reward_mean": jnp.mean(batch.rewards),
         "response_length_mean": jnp.sum(batch.response_mask, dtype=jnp.float32) / batch.rewards.shape[0],
         "truncated_frac": jnp.mean(jnp.asarray(batch.truncated).astype(jnp.float32)),

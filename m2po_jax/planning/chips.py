@@ -1,4 +1,4 @@
-"""Published figures of TPU chips, and topologies by name, such as v5p:4x4x4, without a TPU."""
+"""Slices of TPU chips by name, such as v5p:4x4x4, without a TPU."""
 
 import difflib
 import importlib.util
@@ -11,35 +11,7 @@ from typing import Any
 import jax
 
 from m2po_jax.config import UserError
-
-GiB = 2**30
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One chip, as its maker publishes it; JAX sees one device a chip."""
-
-    name: str
-    dimensions: int
-    """Axes of its torus."""
-    hbm_bytes: int
-    """Capacity of its memory; the compiler keeps some of it for itself."""
-    hbm_bytes_per_s: float
-    """Peak bandwidth of its memory."""
-    flops_per_s: float
-    """Peak rate of bfloat16 products."""
-    ici_bytes_per_s: float
-    """Peak bandwidth of all its links to other chips together, in one direction: half the bidirectional figure."""
-    source: str
-    """The public page that says so."""
-
-
-CHIPS = {
-    "v5e": Chip("v5e", 2, 16 * GiB, 819e9, 197e12, 200e9, "https://docs.cloud.google.com/tpu/docs/v5e"),
-    "v5p": Chip("v5p", 3, 95 * GiB, 2765e9, 459e12, 600e9, "https://docs.cloud.google.com/tpu/docs/v5p"),
-    "v6e": Chip("v6e", 2, 32 * GiB, 1600e9, 918e12, 400e9, "https://docs.cloud.google.com/tpu/docs/v6e"),
-}
-"""Name in a topology -> chip. v5e: 400 GB/s bidirectional; v5p: 1200 GB/s bidirectional; v6e: 3200 Gb/s."""
+from m2po_jax.models.chips import CHIPS, Chip
 
 SLICES = {
     "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),

@@ -1,30 +1,15 @@
 """FLOPs of an update and of a unit's generation in closed form, from the configuration alone; 2 a multiply-add."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from m2po_jax.config import Config, ModelConfig
 from m2po_jax.learner.spec import objective_of
+from m2po_jax.models import flops
+from m2po_jax.models.flops import Forward, Work
 from m2po_jax.planning.programs import mini_batch_rows, row_widths
 
 KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of queries times keys times head_dim in each kernel of splash attention: both gradients repeat scores."""
-
-
-class Forward(NamedTuple):
-    """FLOPs of one forward pass."""
-
-    blocks: float
-    """Products with the weights of the blocks."""
-    attention: float
-    """Scores and sums over values, of each query with the keys up to it."""
-    logits: float
-    """Products with the output embedding."""
-
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -40,15 +25,7 @@ class UpdateFlops:
 def forward_flops(model: ModelConfig, rows: int, prompt: int, response: int) -> Forward:
     """One pass over `rows` sequences at full width; logits of response tokens only."""
     length = prompt + response
-    heads = model.query_heads * model.head_dim
-    attention_weights = model.width * (2 * heads + 2 * model.kv_heads * model.head_dim)
-    weights = model.layers * (attention_weights + 3 * model.width * model.mlp_width)
-    pairs = length * (length + 1) / 2
-    return Forward(
-        blocks=2.0 * weights * rows * length,
-        attention=4.0 * model.layers * heads * rows * pairs,
-        logits=2.0 * model.width * (model.vocab_size or 0) * rows * response,
-    )
+    return flops.forward(model, Work(rows * length, rows * length * (length + 1) / 2, rows * response))
 
 
 def update_flops(config: Config, kernels: bool) -> UpdateFlops:

@@ -10,10 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from m2po_jax.config import Config, UserError
+from m2po_jax.models.chips import Chip
 from m2po_jax.models.mesh import make_mesh
 from m2po_jax.models.splash import BLOCK
 from m2po_jax.planning import programs
-from m2po_jax.planning.chips import Chip, Topology
+from m2po_jax.planning.chips import Topology
 from m2po_jax.planning.costs import Costs, costs
 from m2po_jax.planning.formulas import generate_flops, kernel_flops, update_flops
 from m2po_jax.planning.hlo import parse

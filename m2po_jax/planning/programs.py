@@ -105,6 +105,7 @@ def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatc
     return MiniBatch(
         prompt_tokens=None if packing else of(jnp.int32, prompt),
         prompt_valid=None if packing else of(jnp.bool_, prompt),
+        prompt_lengths=of(jnp.int32),
         response_tokens=of(jnp.int32, response),
         response_mask=of(jnp.bool_, response),
         behavior_logprobs=floats,

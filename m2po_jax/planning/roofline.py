@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from m2po_jax.planning.chips import Chip
+from m2po_jax.models.chips import Chip
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from m2po_jax import __version__
-from m2po_jax.planning.chips import GiB
+from m2po_jax.models.chips import GiB
 from m2po_jax.planning.plan import MASK_PASSES, Plan, ProgramPlan
 
 MOST_SHARE = 0.9

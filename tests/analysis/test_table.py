@@ -155,3 +155,20 @@ def test_markdown_and_terminal_show_units_and_unknowns(sweep: Path):
     console.print(table.render(frame, title="Arms"))
     text = console.export_text()
     assert all(word in text for word in ("Arms", "m2po-s256", "final accuracy", "-8.7"))
+
+
+def test_speed_is_a_median_over_updates_and_only_of_what_was_told(tmp_path):
+    told = {"tokens_per_s": 5000.0, "host_frac": 0.25, "mfu": 0.4, "memory_peak_bytes": 3.2e9}
+    for seed, tokens in ((0, 1000.0), (1, 2000.0)):
+        store, _ = synthetic.start_run(tmp_path / str(seed), synthetic.config_of("m2po-s256", seed))
+        lines = [synthetic.update_line(n, **told | {"tokens_per_s": 9e9 if n == 0 else tokens}) for n in range(5)]
+        rollouts.write_segment(store, 0, lines)
+    frame = table.speed([load(tmp_path / "0"), load(tmp_path / "1")])
+    assert frame.to_dict("records") == [
+        {"arm": "m2po-s256", "tokens_per_s": 1500.0, "mfu": 0.4, "host_frac": 0.25, "memory_peak_bytes": 3.2e9}
+    ]
+    assert table.formatted(frame).values.tolist() == [["m2po-s256", "1,500", "40.0%", "25.0%", "3.2"]]
+
+
+def test_a_run_that_told_no_speed_has_none(tmp_path):
+    assert list(table.speed([run_of(tmp_path, "grpo-s0", [0.5])]).columns) == ["arm"]

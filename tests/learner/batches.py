@@ -38,6 +38,7 @@ def mini_batch(seed: int = 0, **changes: Any) -> MiniBatch:
     batch = MiniBatch(
         prompt_tokens=np.where(prompt_valid, rng.integers(2, VOCABULARY, (rows, PROMPT)), 0).astype(np.int32),
         prompt_valid=prompt_valid,
+        prompt_lengths=np.sum(prompt_valid, axis=1, dtype=np.int32),
         response_tokens=np.where(response_mask, rng.integers(1, VOCABULARY, (rows, RESPONSE)), 0).astype(np.int32),
         response_mask=response_mask,
         behavior_logprobs=np.where(response_mask, rng.normal(-2.5, 0.6, response_mask.shape), 0).astype(np.float32),

@@ -1,5 +1,7 @@
 """What hosts say to each other, and one update that they make together, in processes of their own."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -63,10 +65,14 @@ os._exit(0)
     ("case", "first", "second"),
     [
         ("well", "ended", "ended"),
-        ("differ", "_Told hosts 0 and 1 have another configuration: b (0 and 1)", "_Told hosts 0 and 1 have another"),
+        (
+            "differ",
+            r"_Told hosts 0 and 1 have another configuration: b \(0 and 1\)",
+            "_Told hosts 0 and 1 have another",
+        ),
         ("bad", "_Told host 1: a bad file", "UserError a bad file"),
         ("bug", "ZeroDivisionError division by zero", "LostHost host 0: ZeroDivisionError: division by zero"),
-        ("late", "LostHost waiting for the end: DEADLINE_EXCEEDED", "LostHost"),
+        ("late", "LostHost waiting for the end: DEADLINE_EXCEEDED", "LostHost|another task died"),
     ],
 )
 def test_hosts_hear_each_other_and_of_what_went_wrong(user_env, case, first, second):
@@ -75,7 +81,7 @@ def test_hosts_hear_each_other_and_of_what_went_wrong(user_env, case, first, sec
         ended = job.ended(timeout_s=120)
     for (_, said), expected_line in zip(ended, (first, second), strict=True):
         assert said.startswith("heard"), said
-        assert expected_line in said
+        assert re.search(expected_line, said), said
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import struct
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +8,9 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from m2po_jax.learner.metrics import MetricsLog, alarms
+from m2po_jax.learner.speed import Speed
 from m2po_jax.rollouts import Store, read_segments
+from tests import tiny
 
 
 @pytest.fixture
@@ -30,6 +33,28 @@ def test_a_batch_is_fetched_when_the_next_one_comes(store):
     log.updates(batch(2))
     assert log.latest["version"] == 1 and log.latest["loss"] == 0.5
     assert log.latest["updates_per_s"] > 0 and log.latest["wall_time_s"] > 0
+
+
+def test_the_speed_of_each_update_is_in_its_line(store):
+    clock = Speed(tiny.TINY.model, jax.devices()[:1])
+    log = MetricsLog(store, 0, None, pytest.fail, speed=clock)
+    work = {"sequence_tokens": jnp.float32(300), "token_pairs": jnp.float32(900), "tokens": jnp.float32(100)}
+    for start in (0, 2):
+        done = []
+        for facts, metrics in batch(start):
+            with clock.updating(facts["version"]) as watched:
+                watched.append(metrics["loss"])
+            done.append((facts, {**metrics, **work}))
+        log.updates(done)
+    log.flush(4)
+    log.flush(4)
+    clock.close()
+    lines = read_segments(store)
+    assert [line["version"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        assert line["tokens_per_s"] * line["update_s"] == pytest.approx(300)
+        assert {"flops_per_s", "data_wait_frac", "checkpoint_wait_frac", "host_frac"} <= set(line)
+    assert set(log.latest) > {"tokens_per_s"}
 
 
 def test_segments_hold_whole_intervals_and_every_line(store):

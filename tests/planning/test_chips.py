@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 from m2po_jax.config import UserError
+from m2po_jax.models.chips import chip_of
 from m2po_jax.planning import chips
 
 _MISSING = pytest.mark.skipif(
@@ -37,6 +38,13 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "jax\[tpu\]==\d+\.\d+\.\d+"'):
         chips.topology("v5e:2x4")
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_devices_of_a_slice_are_known_as_its_chip(name):
+    found = chips.topology(name)
+    assert {chip_of(device.device_kind) for device in found.devices} == {found.chip}
 
 
 @needs_libtpu

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from m2po_jax.planning.chips import CHIPS
-from m2po_jax.planning.formulas import Forward, forward_flops, kernel_flops, update_flops
+from m2po_jax.models.chips import CHIPS
+from m2po_jax.models.flops import Forward
+from m2po_jax.planning.formulas import forward_flops, kernel_flops, update_flops
 from m2po_jax.planning.roofline import roofline
 from m2po_jax.planning.storage import parameters, store_cost, versions_kept
 from tests.planning.small import SMALL
