@@ -1,7 +1,8 @@
 """Where parameters and batches lie on a mesh of (data, fsdp, tensor): one table from logical to mesh axes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,13 +76,57 @@ def laid_out(x: Array, axes: str) -> Array:
     Otherwise XLA, given weights cut by fsdp, copies activations to all devices. An axis whose length the mesh does not
     divide is left to XLA.
     """
-    if not _on_mesh():
-        return x
-    spec = (
-        ACTIVATION_RULES[letter] if size % parts(letter) == 0 else PartitionSpec.UNCONSTRAINED
-        for letter, size in zip(axes, x.shape, strict=True)
+    return _constrained(x, axes, ACTIVATION_RULES)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(x: Array, axes: str) -> Array:
+    """A parameter with these axes laid out as weights in use; its gradient is laid out as the parameter is, by `RULES`.
+
+    So a device adds up only the part of a gradient that it keeps, rather than all of it.
+    """
+    return laid_out(x, axes)
+
+
+def _gathered_forward(x: Array, axes: str) -> tuple[Array, None]:
+    return laid_out(x, axes), None
+
+
+def _gathered_backward(axes: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (_constrained(cotangent, axes, RULES),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def cuts_rows(rows: int, width: int) -> bool:
+    """Whether a mesh is set that divides so many rows, and weights so wide, into equal parts."""
+    return _on_mesh() and rows % parts("B") == 0 and width % jax.sharding.get_abstract_mesh().shape["fsdp"] == 0
+
+
+def on_own_rows(function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+    """`function`, run by each part of the mesh of `jax.set_mesh` on its own rows; what tensor cuts is left to XLA.
+
+    `inputs` and `outputs` have a letter for each argument and each result: B, of which a part has its rows; W, weights
+    (V, D), whole; S, sums over rows (V, D), of which a part returns its own, and gets those of all parts cut by fsdp.
+    """
+    specs = {"B": PartitionSpec(BATCH_AXES), "W": PartitionSpec(), "S": PartitionSpec(None, "fsdp")}
+
+    def local(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(map(summed, outputs, function(*arguments)))
+
+    def summed(letter: str, x: Array) -> Array:
+        if letter != "S":
+            return x
+        return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", scatter_dimension=1, tiled=True), "data")
+
+    return jax.shard_map(
+        local,
+        in_specs=tuple(map(specs.get, inputs)),
+        out_specs=tuple(map(specs.get, outputs)),
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
     )
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def parts(axes: str) -> int:
@@ -90,6 +135,20 @@ def parts(axes: str) -> int:
         return 1
     names = [name for letter in axes for name in _names(ACTIVATION_RULES[letter])]
     return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+
+def _constrained(x: Array, axes: str, rules: Mapping[str, str | tuple[str, ...] | None]) -> Array:
+    """`x` laid out by `rules`, where there is a mesh and it divides the axis."""
+    if not _on_mesh():
+        return x
+    sizes = jax.sharding.get_abstract_mesh().shape
+    spec = (
+        rules[letter]
+        if size % math.prod(sizes[name] for name in _names(rules[letter])) == 0
+        else PartitionSpec.UNCONSTRAINED
+        for letter, size in zip(axes, x.shape, strict=True)
+    )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def _on_mesh() -> bool:
