@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from m2po_jax.models.positions import positions
-from m2po_jax.models.sharding import cuts_rows, laid_out, on_own_rows, parts
+from m2po_jax.models.sharding import by_hand, divides, laid_out, parts
 from m2po_jax.models.transformer import Transformer, forward, forward_packed, logits_of, output_table
 
 CHUNK_TOKENS = 4096
@@ -114,44 +114,44 @@ def _scanned_forward(
     table_VD: Array, hidden_BTD: Array, tokens_BT: Array, temperature: float | Array, width: int
 ) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     used_VD = laid_out(table_VD.astype(hidden_BTD.dtype), "VD")
+    tensor = "tensor" if divides(len(hidden_BTD), *table_VD.shape) else None
 
-    def local(used_VD: Array, hidden_BTD: Array, tokens_BT: Array, temperature: Array) -> tuple[Array, ...]:
+    def local(used_VD: Array, temperature: Array, hidden_BTD: Array, tokens_BT: Array) -> tuple[Array, ...]:
         def chunk(_: None, inputs: tuple[Array, Array]) -> tuple[None, tuple[Array, ...]]:
-            (logprob, entropy), kept = _of_logits_forward(_logits(inputs[0], used_VD, temperature), inputs[1])
+            logits = _logits(inputs[0], used_VD, temperature)
+            (logprob, entropy), kept = _of_logits_forward(logits, _own(inputs[1], used_VD, tensor), tensor)
             return None, (logprob, entropy, kept[2])
 
         _, outputs = jax.lax.scan(chunk, None, (_cut(hidden_BTD, width), _cut(tokens_BT, width)))
         return tuple(_uncut(x, *tokens_BT.shape) for x in outputs)
 
-    if cuts_rows(*hidden_BTD.shape[::2]):
-        local = on_own_rows(local, "WBBW", "BBB")
-    logprobs, entropy, normaliser = local(used_VD, hidden_BTD, tokens_BT, jnp.float32(temperature))
-    return (logprobs, entropy), (used_VD, hidden_BTD, tokens_BT, temperature, normaliser, entropy)
+    scan = by_hand(local, "W1BB", "BBB") if tensor else local
+    logprobs, entropy, normaliser = scan(used_VD, jnp.float32(temperature), hidden_BTD, tokens_BT)
+    return (logprobs, entropy), (used_VD, temperature, hidden_BTD, tokens_BT, normaliser, entropy)
 
 
 def _scanned_backward(
     width: int, kept: tuple[Any, ...], cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None, None]:
-    used_VD, hidden_BTD, tokens_BT, temperature, normaliser, entropy = kept
+    used_VD, temperature, hidden_BTD, *rows = kept
+    tensor = "tensor" if divides(len(hidden_BTD), *used_VD.shape) else None
 
     def local(used_VD: Array, temperature: Array, hidden_BTD: Array, *rows: Array) -> tuple[Array, Array]:
         def chunk(sum_VD: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
             hidden, tokens, normaliser, entropy, *slopes = inputs
             logits = _logits(hidden, used_VD, temperature)
-            by_logits, _ = _of_logits_backward((logits, tokens, normaliser, entropy), (slopes[0], slopes[1]))
-            by_product = (by_logits / temperature).astype(hidden.dtype)
-            by_hidden = jnp.einsum("tv,vd->td", by_product, used_VD).astype(hidden.dtype)
+            known = logits, _own(tokens, used_VD, tensor), normaliser, entropy
+            by_product = (_of_logits_backward(known, (slopes[0], slopes[1]))[0] / temperature).astype(hidden.dtype)
+            by_hidden = _added(jnp.einsum("tv,vd->td", by_product, used_VD), tensor)
             by_table = jnp.einsum("tv,td->vd", by_product, hidden, preferred_element_type=jnp.float32)
             return sum_VD + by_table, by_hidden
 
         inputs = tuple(_cut(x, width) for x in (hidden_BTD, *rows))
-        sum_VD, outputs = jax.lax.scan(chunk, jnp.zeros(used_VD.shape, jnp.float32), inputs)
-        return sum_VD, _uncut(outputs, *hidden_BTD.shape[:2])
+        sum_VD, by_hidden = jax.lax.scan(chunk, jnp.zeros(used_VD.shape, jnp.float32), inputs)
+        return sum_VD, _uncut(by_hidden, *hidden_BTD.shape[:2])
 
-    if cuts_rows(*hidden_BTD.shape[::2]):
-        local = on_own_rows(local, "WWBBBBBB", "SB")
-    rows = tokens_BT, normaliser, entropy, *cotangents
-    by_table, by_hidden = local(used_VD, jnp.float32(temperature), hidden_BTD, *rows)
+    scan = by_hand(local, "W1BBBBBB", "SB") if tensor else local
+    by_table, by_hidden = scan(used_VD, jnp.float32(temperature), hidden_BTD, *rows, *cotangents)
     return by_table, by_hidden, None, None
 
 
@@ -177,6 +177,16 @@ def _logits(hidden: Array, used_VD: Array, temperature: Array) -> Array:
     return jnp.einsum("td,vd->tv", hidden, used_VD, preferred_element_type=jnp.float32) / temperature
 
 
+def _own(tokens: Array, used_VD: Array, tensor: str | None) -> Array:
+    """Tokens counted from the first row of the table that this device has."""
+    return tokens if tensor is None else tokens - jax.lax.axis_index(tensor) * len(used_VD)
+
+
+def _added(x: Array, tensor: str | None) -> Array:
+    """The sum over the parts of the vocabulary, where devices have one each."""
+    return x if tensor is None else jax.lax.psum(x, tensor)
+
+
 def _logprob_and_entropy(
     model: Transformer, params: Any, hidden: Array, tokens: Array | np.ndarray, temperature: float | Array
 ) -> tuple[Array, Array]:
@@ -189,13 +199,20 @@ def _of_logits(logits: Array, tokens: Array) -> tuple[Array, Array]:
     return _of_logits_forward(logits, tokens)[0]
 
 
-def _of_logits_forward(logits: Array, tokens: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+def _of_logits_forward(
+    logits: Array, tokens: Array, tensor: str | None = None
+) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    """With a mesh axis, a device has the logits of its part of the vocabulary, and tokens counted from its start."""
     largest = jnp.max(logits, axis=-1)
+    if tensor is not None:
+        largest = jax.lax.pmax(largest, tensor)
     shifted = logits - largest[..., None]
-    total, weighted = jax.lax.platform_dependent(shifted, cpu=_sums_in_lanes, default=_sums)
-    entropy = jnp.log(total) - weighted / total
-    normaliser = largest + jnp.log(total)
-    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    sums = jax.lax.platform_dependent(shifted, cpu=_sums_in_lanes, default=_sums)
+    total, weighted = (_added(x, tensor) for x in sums)
+    entropy, normaliser = jnp.log(total) - weighted / total, largest + jnp.log(total)
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1, mode=None if tensor is None else "clip")[..., 0]
+    if tensor is not None:
+        chosen = _added(jnp.where((tokens >= 0) & (tokens < logits.shape[-1]), chosen, 0.0), tensor)
     return (chosen - normaliser, entropy), (logits, tokens, normaliser, entropy)
 
 

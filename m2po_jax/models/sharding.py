@@ -99,34 +99,32 @@ def _gathered_backward(axes: str, _: None, cotangent: Array) -> tuple[Array]:
 gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def cuts_rows(rows: int, width: int) -> bool:
-    """Whether a mesh is set that divides so many rows, and weights so wide, into equal parts."""
-    return _on_mesh() and rows % parts("B") == 0 and width % jax.sharding.get_abstract_mesh().shape["fsdp"] == 0
+def by_hand(function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+    """`function` run by each device of the mesh of `jax.set_mesh` on its own part, with no help from XLA.
 
-
-def on_own_rows(function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
-    """`function`, run by each part of the mesh of `jax.set_mesh` on its own rows; what tensor cuts is left to XLA.
-
-    `inputs` and `outputs` have a letter for each argument and each result: B, of which a part has its rows; W, weights
-    (V, D), whole; S, sums over rows (V, D), of which a part returns its own, and gets those of all parts cut by fsdp.
+    `inputs` and `outputs` have a letter for each argument and each result: B, cut by rows; W, weights in use (V, D), of
+    which a device has its rows of the vocabulary; 1, the same everywhere; S, sums over rows (V, D), of which a device
+    returns those of its own rows, and gets its share of the whole, cut by fsdp too.
     """
-    specs = {"B": PartitionSpec(BATCH_AXES), "W": PartitionSpec(), "S": PartitionSpec(None, "fsdp")}
+    whole = PartitionSpec()
+    specs = {"B": PartitionSpec(BATCH_AXES), "W": PartitionSpec("tensor"), "S": PartitionSpec("tensor", "fsdp")}
 
     def local(*arguments: Any) -> tuple[Any, ...]:
-        return tuple(map(summed, outputs, function(*arguments)))
+        return tuple(added(x) if letter == "S" else x for letter, x in zip(outputs, function(*arguments), strict=True))
 
-    def summed(letter: str, x: Array) -> Array:
-        if letter != "S":
-            return x
+    def added(x: Array) -> Array:
         return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", scatter_dimension=1, tiled=True), "data")
 
-    return jax.shard_map(
-        local,
-        in_specs=tuple(map(specs.get, inputs)),
-        out_specs=tuple(map(specs.get, outputs)),
-        axis_names=set(BATCH_AXES),
-        check_vma=False,
-    )
+    in_specs, out_specs = (tuple(specs.get(letter, whole) for letter in letters) for letters in (inputs, outputs))
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def divides(rows: int, vocabulary: int, width: int) -> bool:
+    """Whether a mesh is set, and cuts so many rows and a table of this size (V, D) into equal parts."""
+    if not _on_mesh():
+        return False
+    fsdp = jax.sharding.get_abstract_mesh().shape["fsdp"]
+    return rows % parts("B") == 0 and vocabulary % parts("V") == 0 and width % fsdp == 0
 
 
 def parts(axes: str) -> int:
