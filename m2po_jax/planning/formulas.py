@@ -20,6 +20,8 @@ class UpdateFlops:
     """Forward once, backward twice as much: what MFU counts."""
     executed: float
     """With what is computed again: the pass before an objective's statistics, remat, scores and logits."""
+    first_pass: float
+    """Of those, the pass before an objective's statistics."""
 
 
 def forward_flops(model: ModelConfig, rows: int, prompt: int, response: int) -> Forward:
@@ -43,7 +45,8 @@ def update_flops(config: Config, kernels: bool) -> UpdateFlops:
     blocks = forwards + 2 + (remat == "full")
     attention = (forwards + gradients + (remat != "none")) * (1.0 if kernels else 2.0)
     executed = blocks * forward.blocks + attention * forward.attention + (forwards + 3) * forward.logits
-    return UpdateFlops(useful=3.0 * real.total, executed=executed)
+    first_pass = forward.blocks + (1.0 if kernels else 2.0) * forward.attention + forward.logits if first else 0.0
+    return UpdateFlops(3.0 * real.total, executed, first_pass)
 
 
 def generate_flops(config: Config) -> float:

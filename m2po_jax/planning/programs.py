@@ -19,6 +19,7 @@ from m2po_jax.models import Transformer, sharding
 from m2po_jax.models.mesh import require_rows
 from m2po_jax.models.sharding import batch_sharding
 from m2po_jax.objectives import Objective
+from m2po_jax.planning.generators import abstract_published
 
 
 def lower_update(config: Config, mesh: Mesh) -> jax.stages.Lowered:
@@ -40,14 +41,13 @@ def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     """The generator's program for one work unit on this mesh: prefill, then a loop of decode steps.
 
     Raises:
-        ConfigError: the mesh does not divide the model's axes or the prompts of a unit.
+        ConfigError: the mesh does not divide the model's axes.
     """
     prompts, samples = config.rollouts.prompts_per_unit, config.rollouts.group_size
-    require_rows(prompts, "prompts of a work unit (rollouts.units_per_batch)", mesh)
     rows = batch_sharding(mesh)
     shape = (prompts, config.task.max_prompt_tokens)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), prompts * samples))
-    params = abstract_params(config, mesh)
+    params = abstract_published(config, mesh)
     with jax.set_mesh(mesh):
         return generate.lower(
             params,
