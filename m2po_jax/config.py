@@ -265,7 +265,7 @@ class LearnerConfig:
     micro_batches: int = 1
     """Parts that a mini-batch is cut into to save memory; changes only rounding, unless masks are by micro-batch.
 
-    With packing they are the most parts: short responses fill fewer of them.
+    With packing they are the most parts: short responses fill fewer of them, and masks by micro-batch change with that.
     """
     packing: bool = True
     """Put several short responses, with their prompts, in a row of the model's input; changes only rounding."""

@@ -4,14 +4,20 @@ import json
 import re
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from m2po_jax import catalog
 from m2po_jax.cli import main
 from m2po_jax.config import ConfigError, MeshConfig
+from m2po_jax.learner.batches import mini_batches, packing_of
+from m2po_jax.models.mesh import make_mesh
+from m2po_jax.objectives import get
 from m2po_jax.planning import chips, programs
 from m2po_jax.planning.plan import hbm_needed, hbm_used
 from m2po_jax.planning.storage import parameters
+from m2po_jax.rollouts import Rollouts
 from tests.planning.small import SMALL
 from tests.planning.test_chips import needs_libtpu
 
@@ -133,8 +139,6 @@ def test_a_vocabulary_left_to_a_tokenizer_is_refused(capsys, tmp_path):
 
 
 def test_the_train_state_lies_where_its_parameters_lie(devices):
-    from m2po_jax.models.mesh import make_mesh
-
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
     state = programs.abstract_state(SMALL, mesh)
     moments = [leaf for leaf in _leaves(state.opt_state) if leaf.ndim == 4]
@@ -148,9 +152,24 @@ def test_the_train_state_lies_where_its_parameters_lie(devices):
         programs.lower_update(large, mesh)
 
 
-def _leaves(tree):
-    import jax
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_planned_mini_batch_is_that_of_responses_of_full_length(devices, packing):
+    config = replace(SMALL, learner=replace(SMALL.learner, packing=packing))
+    rows, prompt, response = programs.mini_batch_rows(config), 128, 128
+    full = Rollouts(
+        np.ones((rows, prompt), np.int32), np.full(rows, prompt, np.int32), np.ones((rows, response), np.int32),
+        np.full(rows, response, np.int32), np.zeros((rows, response), np.float32), None, np.zeros(rows, np.float32),
+        [""] * rows, np.zeros(rows, np.int64), np.zeros(rows, np.int32), ["stop"] * rows, [""] * rows, [""] * rows,
+        1.0, 1.0,
+    )  # fmt: skip
+    (real,) = mini_batches(full, 1, prompt, response, 0, packing_of(config, prompt, row_parts=4))
+    planned = programs.abstract_batch(config, make_mesh(MeshConfig(fsdp=4, tensor=2), devices), get("m2po"))
+    shapes = lambda batch: jax.tree.map(lambda x: (x.shape, str(x.dtype)), batch)  # noqa: E731
+    assert shapes(planned) == shapes(real) and (planned.packed is not None) == packing
+    assert programs.row_widths(config) == (256, 128)
 
+
+def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
