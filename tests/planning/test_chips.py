@@ -7,15 +7,6 @@ import pytest
 from m2po_jax.config import UserError
 from m2po_jax.planning import chips
 
-_MISSING = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is missing: pip install 'jax[tpu]'"
-)
-
-
-def needs_libtpu(test):
-    """A test for `make test-extra`, which installs the compiler."""
-    return pytest.mark.extra(_MISSING(test))
-
 
 @pytest.mark.parametrize(
     ("name", "said"),
@@ -39,7 +30,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
         chips.topology("v5e:2x4")
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_slice_has_its_chips():
     found = chips.topology("v5p:2x2x2")
     assert len(found.devices) == 8
