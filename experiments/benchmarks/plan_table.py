@@ -31,7 +31,8 @@ MOST_SHARE = 0.9
 STATE_AND_GRADIENTS_BYTES = 20
 """A parameter: itself, two moments, its gradient and that of a micro-batch, float32."""
 EMBEDDING_BYTES = 8
-"""A number of an embedding in use: gathered for input and output in bfloat16, and its gradient in float32."""
+"""A number of an embedding in use: gathered for input and output in bfloat16, and its gradient in float32; another
+gradient where input and output do not share one, or where tensor cuts it."""
 MOST_TRIES = 3
 """Settings of one slice that are compiled before the next larger slice is."""
 COLUMNS = (
@@ -74,7 +75,7 @@ def main() -> None:
                 continue
             if arguments.dry_run:
                 print(config.name, chip)
-                for s in itertools.islice(settings(config, chip), 4):
+                for s in itertools.islice(settings(config, chip, runs), 4):
                     print(" ", *s, f"{needed(config, s) / GiB:.1f} GiB, {seconds(config, chip, s):.3g} s")
                 continue
             rows.append(row(config, chip, *smallest(config, chip, runs)))
@@ -85,7 +86,7 @@ def main() -> None:
 
 def smallest(config: Config, chip: str, runs: Path) -> tuple[dict | None, int]:
     """The plan of the first setting with room to spare, and how many did not have it."""
-    for tried, setting in enumerate(settings(config, chip)):
+    for tried, setting in enumerate(settings(config, chip, runs)):
         plan = planned(config, chip, setting, runs)
         memory = plan["update"]["memory"]
         if plan["fits"] and memory["peak"] < MOST_SHARE * memory["hbm"]:
@@ -93,12 +94,21 @@ def smallest(config: Config, chip: str, runs: Path) -> tuple[dict | None, int]:
     return None, 0
 
 
-def settings(config: Config, chip: str) -> Iterator[Setting]:
-    """From small slices to large; on one, the fastest first, as far as a closed form can tell."""
+def settings(config: Config, chip: str, runs: Path) -> Iterator[Setting]:
+    """From small slices to large; on one, what is planned already, and then the fastest, as a closed form tells.
+
+    Settings that may turn out too large, so that compiling them would be in vain, count as slower than they are.
+    """
+
+    def order(setting: Setting) -> tuple[bool, float]:
+        tight = max(0.0, needed(config, setting) / CHIPS[chip].hbm_bytes - 0.8)
+        is_made = (folder(config, chip, setting, runs) / "plan.json").exists()
+        return not is_made, seconds(config, chip, setting) * (1.0 + 5.0 * tight)
+
     for shape in SLICES[chip]:
         choices = (Setting(shape, *choice) for choice in itertools.product((1, 2, 4), (8, 4, 2, 1), ("dots", "full")))
         able = [choice for choice in choices if divides(config, choice) and fits(config, chip, choice)]
-        yield from sorted(able, key=lambda setting: seconds(config, chip, setting))[:MOST_TRIES]
+        yield from sorted(able, key=order)[:MOST_TRIES]
 
 
 def seconds(config: Config, chip: str, setting: Setting) -> float:
@@ -129,11 +139,12 @@ def fits(config: Config, chip: str, setting: Setting) -> bool:
 
 
 def needed(config: Config, setting: Setting) -> float:
-    """Bytes that a chip must hold, in closed form: state, gradients, embeddings in use, what the backward pass finds."""
+    """Bytes that a chip must hold, in closed form: state, gradients, embeddings, what the backward pass finds."""
     model, tensor = config.model, setting.tensor
     tokens = setting.rows * (config.task.max_prompt_tokens + config.sampling.max_new_tokens)
     state = STATE_AND_GRADIENTS_BYTES * parameters(config) / setting.chips
-    embedding = EMBEDDING_BYTES * model.width * (model.vocab_size or 0) / tensor
+    embedding = EMBEDDING_BYTES + (4 if tensor > 1 or not model.tie_embeddings else 0)
+    embedding *= model.width * (model.vocab_size or 0) / tensor
     heads = (model.query_heads + 2 * model.kv_heads) * model.head_dim
     products = (heads + 2 * model.mlp_width) / tensor + 2 * model.width
     kept = model.layers * (model.width + (products if setting.remat == "dots" else 0))
@@ -143,8 +154,7 @@ def needed(config: Config, setting: Setting) -> float:
 
 def planned(config: Config, chip: str, setting: Setting, runs: Path) -> dict:
     """The plan of a setting, made unless it is there."""
-    name = f"{config.name}-{chip}-{setting.shape}-tensor{setting.tensor}-rows{setting.rows}-{setting.remat}"
-    out = runs / name
+    out = folder(config, chip, setting, runs)
     if not (out / "plan.json").exists():
         flags = {
             "topology": f"{chip}:{setting.shape}",
@@ -158,6 +168,11 @@ def planned(config: Config, chip: str, setting: Setting, runs: Path) -> dict:
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         subprocess.run([*command, *words], stdout=subprocess.DEVNULL)
     return json.loads((out / "plan.json").read_text(encoding="utf-8"))
+
+
+def folder(config: Config, chip: str, setting: Setting, runs: Path) -> Path:
+    layout = f"tensor{setting.tensor}-rows{setting.rows}-{setting.remat}"
+    return runs / f"{config.name}-{chip}-{setting.shape}-{layout}"
 
 
 def row(config: Config, chip: str, plan: dict | None, tried: int) -> tuple[str, ...]:

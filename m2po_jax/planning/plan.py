@@ -187,20 +187,15 @@ def _compiled(
 ) -> ProgramPlan:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        refusal, compiled = None, None
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
-            refusal = error
-        seconds = time.perf_counter() - started
-        reports = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*memory-usage-report.txt")]
-    used = max((hbm_used(report) for report in reports), default=0)
-    if compiled is None:
-        used = max(used, hbm_needed(str(refusal)) or 0)
-        if not used:
-            raise refusal
-        memory = Memory(**arguments, batch=0, working=0, code=0, peak=used, hbm=chip.hbm_bytes, refused=_said(refusal))
-        return ProgramPlan(name, seconds, memory)
+            needed = hbm_needed(str(error)) or _reported(folder)
+            if not needed:
+                raise
+            refused = Memory(arguments["params"], arguments["optimizer"], 0, 0, 0, needed, chip.hbm_bytes, _said(error))
+            return ProgramPlan(name, time.perf_counter() - started, refused)
+        seconds, used = time.perf_counter() - started, _reported(folder)
     program = parse(compiled.as_text() or "")
     return ProgramPlan(
         name,
@@ -212,14 +207,21 @@ def _compiled(
     )
 
 
+def _reported(folder: str) -> int:
+    """Bytes of HBM in the reports of memory that the compiler left in a folder; 0 if it left none."""
+    reports = Path(folder).glob("*memory-usage-report.txt")
+    return max((hbm_used(path.read_text(encoding="utf-8")) for path in reports), default=0)
+
+
 def _memory(found: Any, arguments: dict[str, int], used: int, chip: Chip) -> Memory:
     """`used` is what the compiler lays out in HBM, arguments and results included.
 
-    The temporaries of `memory_analysis()` hold some of the arguments too, so that their sum counts those twice.
+    `memory_analysis()` gives arguments and temporaries that add up to more than that: they overlap.
     """
     held, code = found.argument_size_in_bytes, found.generated_code_size_in_bytes
     return Memory(
-        **arguments,
+        params=arguments["params"],
+        optimizer=arguments["optimizer"],
         batch=max(0, held - sum(arguments.values())),
         working=used - held,
         code=code,

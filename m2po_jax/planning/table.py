@@ -96,28 +96,29 @@ def _efficiency(plan: Plan) -> list[str]:
         return []
     share, first = update.collectives_share, update.first_pass_flops / update.executed_flops
     again = 1.0 - first - update.useful_flops / update.executed_flops
-    lines = [f"  collectives             {share:>10.0%}   of the time of compute{_fewer_collectives(plan)}"]
-    lines.append(f"  not counted by MFU      {first:>10.0%}   of the FLOPs: the pass from which the mask is taken")
-    keep = "; --model.remat dots keeps more" if plan.config.model.remat == "full" else ""
+    lines = [f"  collectives             {share:>10.0%}   of the time of compute, {_of_collectives(plan)}"]
+    if first:
+        lines.append(f"  not counted by MFU      {first:>10.0%}   of the FLOPs: the pass from which the mask is taken")
+    keep = " (fewer with --model.remat dots)" if plan.config.model.remat == "full" else ""
     return [
         *lines,
-        f"                          {again:>10.0%}   of the FLOPs: computed again for the backward pass{keep}",
+        f"  {'' if first else 'not counted by MFU':22}  {again:>10.0%}   of the FLOPs: computed again for the backward"
+        f" pass{keep}",
     ]
 
 
-def _fewer_collectives(plan: Plan) -> str:
-    """Weights cross the mesh once a micro-batch and pass, whatever its rows."""
-    parts, micro_batches = plan.mesh["data"] * plan.mesh["fsdp"], plan.config.learner.micro_batches
-    if plan.update.collectives_share <= MOST_COLLECTIVES:
-        return ", so that they can be hidden"
-    if micro_batches == 1:
-        return ""
-    fewer = f"fewer micro-batches (--learner.micro-batches {micro_batches // 2})"
-    if plan.update.memory.peak < ROOMY * plan.update.memory.hbm:
-        return f": use {fewer}"
-    if plan.mesh["tensor"] < 8 and parts > 1:
-        return f": use {fewer} with --mesh.fsdp {plan.mesh['fsdp'] // 2} --mesh.tensor {2 * plan.mesh['tensor']}"
-    return f": use a larger slice, and {fewer}"
+def _of_collectives(plan: Plan) -> str:
+    """What to make of their share. Weights cross the mesh once a micro-batch and pass, whatever its rows."""
+    update, micro_batches = plan.update, plan.config.learner.micro_batches
+    assert update.costs is not None
+    if update.collectives_share <= MOST_COLLECTIVES:
+        return "so that they can be hidden"
+    sums = update.costs.collectives.get("all-reduce")
+    if plan.mesh["tensor"] > 1 and sums is not None and 2 * sums.sent_bytes > update.costs.sent_bytes:
+        return f"most of it sums over tensor: try --mesh.tensor {plan.mesh['tensor'] // 2}"
+    if micro_batches > 1 and update.memory.peak < ROOMY * update.memory.hbm:
+        return f"less with fewer micro-batches: try --learner.micro-batches {micro_batches // 2}"
+    return "less with more rows a chip, for which this slice has no room"
 
 
 def _store(plan: Plan) -> list[str]:
