@@ -1,4 +1,4 @@
-# Everything is made in .venv, from the exact versions in requirements.lock. `make` alone lists the targets.
+# Everything is made in .venv, and what needs the compiler of TPUs in .venv-tpu, from the exact versions in requirements.lock. `make` alone lists the targets.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -6,6 +6,8 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Apart, as with libtpu installed JAX looks for a TPU whenever it starts.
+VENV_TPU := .venv-tpu
 RUNS ?= runs/quickstart
 SEEDS ?= 7
 WORKERS ?= 2
@@ -15,12 +17,14 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python; do \
 	$$p -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && { echo $$p; exit; }; done; echo python3)
 
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements.lock
+PIP_OPTIONS := install --quiet --disable-pip-version-check -c requirements.lock
+PIP_INSTALL := $(BIN)/python -m pip $(PIP_OPTIONS)
 # One BLAS thread a worker: the workers fill the cores.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --dist worksteal --timeout 600
 
-.PHONY: help quickstart host test test-fast test-extra lint types lock clean
+.PHONY: help quickstart host test test-fast test-plan test-extra lint types lock clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [PYTHON=python3.12]"
@@ -36,9 +40,12 @@ test: lint types ## make .venv, run ruff, mypy and all tests, the slow ones too
 	$(PYTEST) $(PARALLEL)
 
 test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 minutes)
-	$(PYTEST) $(PARALLEL) -m "not slow and not extra"
+	$(PYTEST) $(PARALLEL) -m "not slow and not extra and not tpu"
 
-test-extra: $(VENV)/.installed-extra ## the tests that need npm packages or the compiler of TPUs (0.7 GB)
+test-plan: $(VENV_TPU)/.installed ## make .venv-tpu, plan small models with the compiler of TPUs (1.7 GB)
+	$(ONE_THREAD) JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu tests/planning
+
+test-extra: test-plan $(VENV)/.installed-dev ## test-plan, and the tests that need npm packages
 	$(PYTEST) -m extra
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format; shellcheck
@@ -58,15 +65,15 @@ lock: $(VENV)/.installed-dev ## resolve requirements.lock anew, keeping the vers
 		'Made by `make lock`; a pip constraints file.'; \
 		cat requirements.lock; } >requirements.lock.new && mv requirements.lock.new requirements.lock
 
-clean: ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-tpu, caches and build outputs; runs/ stays
+	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find m2po_jax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.made:
+$(VENV)/.made $(VENV_TPU)/.made: %/.made:
 	@$(PYTHON) -c "$(NEW_ENOUGH)" || { echo "make: $(PYTHON) is missing or older than Python 3.11;" \
 		"choose another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
-	@if ! [ -x $(BIN)/pip ]; then echo "make: creating $(VENV) with $$($(PYTHON) -V)"; \
-		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) cannot make environments; on Debian" \
+	@if ! [ -x $*/bin/pip ]; then echo "make: creating $* with $$($(PYTHON) -V)"; \
+		$(PYTHON) -m venv $* || { rm -rf $*; echo "make: $(PYTHON) cannot make environments; on Debian" \
 		"and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; fi
 	@touch $@
 
@@ -75,9 +82,9 @@ $(VENV)/.installed: $(VENV)/.made setup.py requirements.lock
 	@$(PIP_INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed-extra: $(VENV)/.installed-dev
-	@echo "make: installing the compiler of TPUs into $(VENV)"
-	@$(PIP_INSTALL) -e '.[dev,tpu]'
+$(VENV_TPU)/.installed: $(VENV_TPU)/.made setup.py requirements.lock
+	@echo "make: installing m2po-jax and the compiler of TPUs into $(VENV_TPU) (a minute or two, about 1.7 GB)"
+	@$(VENV_TPU)/bin/python -m pip $(PIP_OPTIONS) -e '.[tpu]' hypothesis pytest pytest-timeout
 	@touch $@
 
 $(VENV)/.installed-host: $(VENV)/.made setup.py requirements.lock

@@ -6,7 +6,8 @@ Command:   m2po plan experiments/plans.py:qwen3-8b --topology v5e:4x8
 Hardware:  any CPU; minutes of compilation, a few GB.
 
 Sizes are those of each model's config.json on Hugging Face. Products are in bfloat16; master weights and AdamW's
-moments are float32, cut over all devices (fsdp). Any field is a flag, `--learner.micro-batches 8`.
+moments are float32, cut over all devices (fsdp). A work unit is 64 responses, whose keys and values a small slice can
+hold. Any field is a flag, `--learner.micro-batches 8`.
 """
 
 from typing import Any
@@ -66,7 +67,7 @@ def plan(model: str) -> Config:
         task=TaskConfig(max_prompt_tokens=1536),
         model=ModelConfig(**MODELS[model], compute_dtype="bfloat16", remat="full"),
         sampling=SamplingConfig(max_new_tokens=2560),
-        rollouts=RolloutConfig(prompts_per_batch=256, group_size=8, units_per_batch=4),
+        rollouts=RolloutConfig(prompts_per_batch=256, group_size=8, units_per_batch=32),
         staleness=StalenessConfig(k=256),
         learner=LearnerConfig(updates_per_batch=4, micro_batches=16, learning_rate=1e-6, decay_updates=None),
     )

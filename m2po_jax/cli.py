@@ -112,7 +112,9 @@ class PlanOptions:
     out: str | None = None
     """Folder for plan.json and plan.txt. Default: runs/plans/NAME-TOPOLOGY."""
     generator: bool = True
-    """Compile the generator's program too, on the same slice."""
+    """Compile the generator's program too."""
+    generator_topology: str | None = None
+    """Slice of a generator. Default: the smallest one of the chip that has room for the policy and a work unit."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
 
@@ -252,6 +254,8 @@ def plan(arguments: list[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX first asks for its devices; a TPU here stays free
     from m2po_jax import catalog
     from m2po_jax.planning import chips, report
+    from m2po_jax.planning.generators import smallest_slice
+    from m2po_jax.planning.plan import require_planable
 
     reference = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if reference is None and not {"-h", "--help"} & set(arguments):
@@ -267,10 +271,15 @@ def plan(arguments: list[str]) -> int:
         description=plan.__doc__,
     )
     config = catalog.with_sources(catalog.resolved(options.config))
+    require_planable(config)
     where = chips.topology(options.topology)
+    generators = None
+    if options.generator:
+        smallest = f"{where.chip.name}:{smallest_slice(config, where.chip)}"
+        generators = chips.topology(options.generator_topology or smallest)
     folder = options.out or f"runs/plans/{config.name}-{options.topology.replace(':', '-')}"
     say = lambda message: print(f"m2po: {message} ...", file=sys.stderr, flush=True)  # noqa: E731
-    found, text = report.write(config, where, folder, say, options.generator)
+    found, text = report.write(config, where, folder, say, generators)
     print(text, end="")
     return 0 if found.fits else 1
 

@@ -263,7 +263,12 @@ class LearnerConfig:
     updates_per_batch: int = 4
     """Mini-batches, hence model updates, that one batch of rollouts is cut into."""
     micro_batches: int = 1
-    """Parts that a mini-batch is cut into to save memory; changes only rounding, unless masks are by micro-batch."""
+    """Parts that a mini-batch is cut into to save memory; changes only rounding, unless masks are by micro-batch.
+
+    With packing they are the most parts: short responses fill fewer of them, and masks by micro-batch change with that.
+    """
+    packing: bool = True
+    """Put several short responses, with their prompts, in a row of the model's input; changes only rounding."""
     publish_every: int | None = None
     """Updates between published versions; None means updates_per_batch."""
     learning_rate: float = 6e-4

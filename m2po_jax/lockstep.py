@@ -21,7 +21,7 @@ from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
 from m2po_jax.generation.engine import Streams
 from m2po_jax.learner import speed
-from m2po_jax.learner.batches import mini_batches
+from m2po_jax.learner.batches import mini_batches, on_mesh, packing_of, padding_frac
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.feed import Feed
@@ -35,7 +35,7 @@ from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedul
 from m2po_jax.learner.update import MiniBatch, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
 from m2po_jax.models import Transformer, huggingface, sharding
-from m2po_jax.models.mesh import held, local_rows, make_mesh, placed, require_rows
+from m2po_jax.models.mesh import held, local_rows, make_mesh, require_rows, row_parts, row_shares
 from m2po_jax.progress import Progress
 from m2po_jax.rollouts import (
     BatchRecord,
@@ -106,6 +106,9 @@ class Lockstep:
             config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
         )
         self.feed = Feed(store, config, hosts, self._rows(), self._make, self._expected, progress.note)
+        cut = (1, 1) if mesh is None else (row_parts(mesh), row_shares(mesh))
+        self.packing = packing_of(config, task.max_prompt_tokens, *cut)
+        self.part = 0 if cut[1] > 1 else None
 
     def _rows(self) -> np.ndarray:
         """Rows of a batch that this host needs: its own of each mini-batch."""
@@ -218,8 +221,10 @@ class Lockstep:
         with self.speed.doing(speed.DATA):
             record, rollouts = self.feed.take(version)
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
-        own = mini_batches(rollouts, learner.updates_per_batch, *widths, record.staleness_updates)
-        batches = own if self.mesh is None else [placed(self.mesh, batch, self.mini_batch_rows) for batch in own]
+        own = mini_batches(
+            rollouts, learner.updates_per_batch, *widths, record.staleness_updates, self.packing, self.part, self._most
+        )
+        batches = own if self.mesh is None else [on_mesh(batch, self.mesh) for batch in own]
         self.progress.doing("learning")
         with self.speed.doing(speed.SCORE):
             batches = [self._scored(state, batch) for batch in batches]
@@ -230,11 +235,16 @@ class Lockstep:
             with self.speed.updating(version + index) as watched:
                 state, metrics = self.update(state, batch)
                 watched.append(metrics)
-            done.append((self._facts(record, version + index, index), metrics))
+            facts = self._facts(record, version + index, index) | {"padding_frac": padding_frac(own[index])}
+            done.append((facts, metrics))
         if (following := version + learner.updates_per_batch) < learner.total_updates:
             self.feed.read_ahead(following)
         log.updates(done)
         return state
+
+    def _most(self, needed: np.ndarray) -> np.ndarray:
+        """The largest of what the hosts need, number by number."""
+        return np.max(self.hosts.gather("the rows that a batch needs", needed.tolist()), axis=0)
 
     def _scored(self, state: TrainState, batch: MiniBatch) -> MiniBatch:
         """With the log-probs of the other policies that the objective asks for; the proximal one is that of `state`."""

@@ -55,7 +55,7 @@ def main() -> None:
     arguments = _arguments()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if arguments.process:
-        return _serve(_PROGRAMS[arguments.process], arguments)
+        return serve(_PROGRAMS[arguments.process](arguments))
     print(f"{arguments.rows} x {arguments.columns} tokens, float32, {os.cpu_count()} cores")
     sizes = ", ".join(f"{name} {size:,}" for name, size in (WIDE | WIDE_HEADS).items())
     print(f"Large vocabulary: {ROWS} x {COLUMNS:,} tokens, {sizes}\n")
@@ -69,7 +69,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     if arguments.model is not None:
         yield from _compared("loss and gradient", ("torch", "jax"), arguments)
         yield from _compared("loss, gradient and AdamW", ("torch_adamw", "jax_adamw"), arguments)
-        with _Process("load", arguments) as process:
+        with _process("load", arguments) as process:
             yield Row("loading", min(process.call() for _ in range(arguments.repeats)))
     whole = Row(f"vocabulary {WIDE['vocab_size']:,}, all logits at once", megabytes=_temporary(ROWS * COLUMNS))
     yield whole
@@ -78,7 +78,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def _compared(what: str, names: tuple[str, str], arguments: argparse.Namespace) -> Iterator[Row]:
     """The baseline's row and ours, from processes that take turns."""
-    with _Process(names[0], arguments) as theirs, _Process(names[1], arguments) as ours:
+    with _process(names[0], arguments) as theirs, _process(names[1], arguments) as ours:
         seconds = [[process.call() for process in (theirs, ours)] for _ in range(arguments.repeats)]
         tokens = arguments.rows * arguments.columns
         fastest = [min(times) for times in zip(*seconds, strict=True)]
@@ -89,12 +89,12 @@ def _compared(what: str, names: tuple[str, str], arguments: argparse.Namespace) 
     yield Row(what, fastest[1], tokens, ours.peak_megabytes, baseline)
 
 
-class _Process:
+class Process:
     """A program in a process of its own, which waits between calls."""
 
-    def __init__(self, name: str, arguments: argparse.Namespace):
-        sizes = [f"--{name}={getattr(arguments, name)}" for name in ("rows", "columns", "model")]
-        command = [sys.executable, __file__, f"--process={name}", *sizes]
+    def __init__(self, command: list[str]):
+        """Starts a Python script that will `serve`."""
+        command = [sys.executable, *command]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.value, self.peak_megabytes = 0.0, 0.0
         self.call()  # compiles, and fills the page cache
@@ -110,16 +110,20 @@ class _Process:
         seconds, self.value, self.peak_megabytes = json.loads(line)
         return seconds
 
-    def __enter__(self) -> "_Process":
+    def __enter__(self) -> "Process":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.child.communicate()
 
 
-def _serve(program: Callable[[argparse.Namespace], Callable[[], float]], arguments: argparse.Namespace) -> None:
+def _process(name: str, arguments: argparse.Namespace) -> Process:
+    sizes = [f"--{name}={getattr(arguments, name)}" for name in ("rows", "columns", "model")]
+    return Process([__file__, f"--process={name}", *sizes])
+
+
+def serve(call: Callable[[], float]) -> None:
     """A call for each line of the input; answers with its seconds, its value and the peak memory so far."""
-    call = program(arguments)
     for _ in sys.stdin:
         start = time.perf_counter()
         value = call()
@@ -268,11 +272,12 @@ def _arguments() -> argparse.Namespace:
         if getattr(arguments, name) < least:
             parser.error(f"--{name} is {getattr(arguments, name)}: use {least} or more")
     if arguments.model is not None:
-        _refuse_missing(parser, arguments.model)
+        refuse_missing(parser, arguments.model)
     return arguments
 
 
-def _refuse_missing(parser: argparse.ArgumentParser, model: Path) -> None:
+def refuse_missing(parser: argparse.ArgumentParser, model: Path) -> None:
+    """An error of the parser's if the directory holds no model, or what it is compared with is not installed."""
     if not (model / "config.json").is_file():
         parser.error(
             f"--model {model} holds no config.json: give a directory as save_pretrained writes it, for instance what"

@@ -2,88 +2,183 @@
 
 Command:   python experiments/benchmarks/plan_table.py --runs runs/plans
 Hardware:  any CPU with libtpu (pip install "jax[tpu]"), 4 GB; minutes a slice, a process each; done ones are kept.
+
+Slices and settings are tried from the smallest on, where a closed form says that they may fit; what the compiler says
+of them counts. On a slice, settings of tensor, rows of a micro-batch and remat are tried from the fastest on.
 """
 
 import argparse
+import csv
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from m2po_jax.config import Config
 from m2po_jax.models.chips import CHIPS, GiB
+from m2po_jax.models.parameters import size
 from m2po_jax.planning.chips import SLICES, chips_in
+from m2po_jax.planning.formulas import update_flops
+from m2po_jax.planning.programs import mini_batch_rows
 from m2po_jax.planning.storage import parameters
 
 PLANS = Path(__file__).parents[1] / "plans.py"
 MOST_SHARE = 0.9
 STATE_AND_GRADIENTS_BYTES = 20
 """A parameter: itself, two moments, its gradient and that of a micro-batch, float32."""
+EMBEDDING_BYTES = 8
+"""A number of an embedding in use: gathered for input and output in bfloat16, and its gradient in float32; another
+gradient where input and output do not share one, or where tensor cuts it."""
+MOST_TRIES = 3
+"""Settings of one slice that are compiled before the next larger slice is."""
 COLUMNS = (
-    "model", "chip", "slice", "micro-batches", "peak, GiB", "of HBM", "bound, s an update", "by", "most MFU",
-    "counted / closed FLOPs", "compiled in, s",
+    "model", "chip", "slice", "chips", "fsdp", "tensor", "micro-batches", "remat", "peak GiB", "share of HBM",
+    "bound s", "set by", "collectives / compute", "most MFU", "counted / closed FLOPs", "compiled in s", "tried before",
 )  # fmt: skip
+
+
+class Setting(NamedTuple):
+    """How a model is laid out on a slice."""
+
+    shape: str
+    tensor: int
+    rows: int
+    """Responses of a micro-batch that the chips of one copy's part share."""
+    remat: str
+
+    @property
+    def chips(self) -> int:
+        return chips_in(self.shape)
+
+    @property
+    def fsdp(self) -> int:
+        return self.chips // self.tensor
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default="runs/plans", help="folder for the plans and table.md")
+    parser.add_argument("--runs", default="runs/plans", help="folder for the plans and table.csv")
     parser.add_argument("--models", nargs="*", help="names in plans.py; default: all")
     parser.add_argument("--chips", nargs="*", default=list(CHIPS))
+    parser.add_argument("--dry-run", action="store_true", help="print what would be tried, and compile nothing")
     arguments = parser.parse_args()
     from m2po_jax.catalog import find_experiment
 
-    rows = []
-    for chip in arguments.chips:
-        for config in find_experiment(str(PLANS)):
+    runs, rows = Path(arguments.runs), []
+    for config in find_experiment(str(PLANS)):
+        for chip in arguments.chips:
             if arguments.models and config.name not in arguments.models:
                 continue
-            rows.append(row(config, chip, smallest(config, chip, Path(arguments.runs))))
-            text = "\n".join(line(cells) for cells in (COLUMNS, ("---",) * len(COLUMNS), *rows))
-            (Path(arguments.runs) / "table.md").write_text(text + "\n", encoding="utf-8")
-    print(text)
+            if arguments.dry_run:
+                print(config.name, chip)
+                for s in itertools.islice(settings(config, chip, runs), 4):
+                    print(" ", *s, f"{needed(config, s) / GiB:.1f} GiB, {seconds(config, chip, s):.3g} s")
+                continue
+            rows.append(row(config, chip, *smallest(config, chip, runs)))
+            with (runs / "table.csv").open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([COLUMNS, *rows])
+            print(*rows[-1], sep=", ", flush=True)
 
 
-def smallest(config: Config, chip: str, runs: Path) -> dict | None:
-    """The plan of the first slice that is large enough."""
-    for shape in SLICES[chip]:
-        count = chips_in(shape)
-        if least_bytes(config, count) > MOST_SHARE * CHIPS[chip].hbm_bytes:
-            continue
-        plan = planned(config, f"{chip}:{shape}", count, runs)
+def smallest(config: Config, chip: str, runs: Path) -> tuple[dict | None, int]:
+    """The plan of the first setting with room to spare, and how many did not have it."""
+    for tried, setting in enumerate(settings(config, chip, runs)):
+        plan = planned(config, chip, setting, runs)
         memory = plan["update"]["memory"]
         if plan["fits"] and memory["peak"] < MOST_SHARE * memory["hbm"]:
-            return plan
-    return None
+            return plan, tried
+    return None, 0
 
 
-def least_bytes(config: Config, chips: int) -> float:
-    """What a chip must hold at least: state, gradients, a whole embedding's, the input of each block of a sequence."""
-    tokens = config.task.max_prompt_tokens + config.sampling.max_new_tokens
-    inputs = 2 * config.model.layers * tokens * config.model.width
-    embedding = 4 * config.model.width * (config.model.vocab_size or 0)
-    return STATE_AND_GRADIENTS_BYTES * parameters(config) / chips + embedding + inputs
+def settings(config: Config, chip: str, runs: Path) -> Iterator[Setting]:
+    """From small slices to large; on one, what is planned already, and then the fastest, as a closed form tells.
+
+    Settings that may turn out too large, so that compiling them would be in vain, count as slower than they are.
+    """
+
+    def order(setting: Setting) -> tuple[bool, float]:
+        tight = max(0.0, needed(config, setting) / CHIPS[chip].hbm_bytes - 0.8)
+        is_made = (folder(config, chip, setting, runs) / "plan.json").exists()
+        return not is_made, seconds(config, chip, setting) * (1.0 + 5.0 * tight)
+
+    for shape in SLICES[chip]:
+        choices = (Setting(shape, *choice) for choice in itertools.product((1, 2, 4), (8, 4, 2, 1), ("dots", "full")))
+        able = [choice for choice in choices if divides(config, choice) and fits(config, chip, choice)]
+        yield from sorted(able, key=order)[:MOST_TRIES]
 
 
-def planned(config: Config, topology: str, chips: int, runs: Path) -> dict:
-    """The plan with parameters cut over all chips and one sequence a chip at a time, made unless it is there."""
-    out = runs / f"{config.name}-{topology.replace(':', '-')}"
+def seconds(config: Config, chip: str, setting: Setting) -> float:
+    """Of compute and of collectives, one after the other: each pass gathers weights, each block adds up activations."""
+    peaks, model, tensor = CHIPS[chip], replace(config.model, remat=setting.remat), setting.tensor
+    passes = 5 if setting.remat == "full" else 4
+    flops = update_flops(replace(config, model=model), kernels=True).executed / setting.chips
+    tokens = setting.rows * (config.task.max_prompt_tokens + config.sampling.max_new_tokens)
+    weights = passes * 2 * parameters(config) / tensor
+    activations = passes * 2 * model.layers * 2 * (tensor - 1) / tensor * 2 * tokens * model.width
+    sent = micro_batches(config, setting) * (weights + activations)
+    return flops / peaks.flops_per_s + sent / peaks.ici_bytes_per_s
+
+
+def micro_batches(config: Config, setting: Setting) -> int:
+    return mini_batch_rows(config) // (setting.rows * setting.fsdp)
+
+
+def divides(config: Config, setting: Setting) -> bool:
+    model = config.model
+    heads = all(size(model, letter) % setting.tensor == 0 for letter in "HKFV")
+    return heads and model.width % setting.fsdp == 0 and mini_batch_rows(config) % (setting.rows * setting.fsdp) == 0
+
+
+def fits(config: Config, chip: str, setting: Setting) -> bool:
+    share = MOST_SHARE - (0.05 if setting.remat == "dots" else 0.0)  # the closed form knows less of these
+    return needed(config, setting) < share * CHIPS[chip].hbm_bytes
+
+
+def needed(config: Config, setting: Setting) -> float:
+    """Bytes that a chip must hold, in closed form: state, gradients, embeddings, what the backward pass finds."""
+    model, tensor = config.model, setting.tensor
+    tokens = setting.rows * (config.task.max_prompt_tokens + config.sampling.max_new_tokens)
+    state = STATE_AND_GRADIENTS_BYTES * parameters(config) / setting.chips
+    embedding = EMBEDDING_BYTES + (4 if tensor > 1 or not model.tie_embeddings else 0)
+    embedding *= model.width * (model.vocab_size or 0) / tensor
+    heads = (model.query_heads + 2 * model.kv_heads) * model.head_dim
+    products = (heads + 2 * model.mlp_width) / tensor + 2 * model.width
+    kept = model.layers * (model.width + (products if setting.remat == "dots" else 0))
+    at_work = 4 * (model.width + model.mlp_width / tensor)
+    return state + embedding + 2 * tokens * (kept + at_work) + GiB / 2
+
+
+def planned(config: Config, chip: str, setting: Setting, runs: Path) -> dict:
+    """The plan of a setting, made unless it is there."""
+    out = folder(config, chip, setting, runs)
     if not (out / "plan.json").exists():
-        micro_batches = max(1, updates_rows(config) // chips)
-        flags = {"topology": topology, "out": out, "mesh.fsdp": chips, "learner.micro-batches": micro_batches}
+        flags = {
+            "topology": f"{chip}:{setting.shape}",
+            "out": out,
+            "mesh.fsdp": setting.fsdp,
+            "mesh.tensor": setting.tensor,
+            "learner.micro-batches": micro_batches(config, setting),
+            "model.remat": setting.remat,
+        }
         command = [sys.executable, "-m", "m2po_jax", "plan", f"{PLANS}:{config.name}", "--no-generator"]
-        subprocess.run([*command, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))])
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        subprocess.run([*command, *words], stdout=subprocess.DEVNULL)
     return json.loads((out / "plan.json").read_text(encoding="utf-8"))
 
 
-def updates_rows(config: Config) -> int:
-    return config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
+def folder(config: Config, chip: str, setting: Setting, runs: Path) -> Path:
+    layout = f"tensor{setting.tensor}-rows{setting.rows}-{setting.remat}"
+    return runs / f"{config.name}-{chip}-{setting.shape}-{layout}"
 
 
-def row(config: Config, chip: str, plan: dict | None) -> tuple[str, ...]:
+def row(config: Config, chip: str, plan: dict | None, tried: int) -> tuple[str, ...]:
     if plan is None:
         return (config.name, chip, "none", *("",) * (len(COLUMNS) - 3))
-    update, chips = plan["update"], plan["devices"]
+    update, chips, mesh = plan["update"], plan["devices"], plan["mesh"]
     memory, bounds = update["memory"], update["bounds"]
     seconds = {"compute": bounds["compute_s"], "HBM": bounds["hbm_s"], "interconnect": bounds["interconnect_s"]}
     limit = max(seconds, key=lambda name: seconds[name])
@@ -91,20 +186,22 @@ def row(config: Config, chip: str, plan: dict | None) -> tuple[str, ...]:
     return (
         config.name,
         chip,
-        f"{plan['topology'].split(':')[1]} ({chips})",
+        plan["topology"].split(":")[1],
+        str(chips),
+        str(mesh["fsdp"]),
+        str(mesh["tensor"]),
         str(plan["config"]["learner"]["micro_batches"]),
+        plan["config"]["model"]["remat"],
         f"{memory['peak'] / GiB:.1f}",
-        f"{memory['peak'] / memory['hbm']:.0%}",
+        f"{memory['peak'] / memory['hbm']:.2f}",
         f"{seconds[limit]:.3g}",
         limit,
-        f"{update['most_mfu']:.0%}",
+        f"{bounds['interconnect_s'] / bounds['compute_s']:.2f}",
+        f"{update['most_mfu']:.2f}",
         f"{counted / update['executed_flops']:.2f}",
         f"{update['compile_s']:.0f}",
+        str(tried),
     )
-
-
-def line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

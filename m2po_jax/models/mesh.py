@@ -1,5 +1,6 @@
 """The mesh of devices that a configuration asks for."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,9 +45,7 @@ def require_rows(rows: int, name: str, mesh: Mesh) -> None:
 
     `name` says what the rows are, and what to change.
     """
-    parts = 1
-    for axis in BATCH_AXES:
-        parts *= mesh.shape[axis]
+    parts = row_parts(mesh)
     if rows % parts:
         raise ConfigError(
             f"{rows} {name} cannot be cut into the {parts} parts of mesh.data {mesh.shape['data']} times mesh.fsdp"
@@ -60,10 +59,21 @@ def local_rows(mesh: Mesh, rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(rows)[index] for index in where.values()]))
 
 
-def placed(mesh: Mesh, batch: Any, rows: int) -> Any:
-    """A batch of this many rows on the mesh, from numpy arrays with the `local_rows` of each host."""
-    where = batch_sharding(mesh)
-    put = lambda x: jax.make_array_from_process_local_data(where, x, (rows, *x.shape[1:]))  # noqa: E731
+def row_parts(mesh: Mesh) -> int:
+    """Parts of the mesh that compute rows of their own."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def row_shares(mesh: Mesh) -> int:
+    """Of how many equal shares of the rows this host has one; 1 where it has all of them."""
+    parts = row_parts(mesh)
+    return parts // len(local_rows(mesh, parts))
+
+
+def placed(mesh: Mesh, batch: Any) -> Any:
+    """A batch on the mesh, from numpy arrays of the `local_rows` of each host."""
+    where, shares = batch_sharding(mesh), row_shares(mesh)
+    put = lambda x: jax.make_array_from_process_local_data(where, x, (len(x) * shares, *x.shape[1:]))  # noqa: E731
     return jax.tree.map(put, batch)
 
 

@@ -1,7 +1,8 @@
 """Where parameters and batches lie on a mesh of (data, fsdp, tensor): one table from logical to mesh axes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,13 +87,55 @@ def laid_out(x: Array, axes: str) -> Array:
     Otherwise XLA, given weights cut by fsdp, copies activations to all devices. An axis whose length the mesh does not
     divide is left to XLA.
     """
+    return _constrained(x, axes, ACTIVATION_RULES)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(x: Array, axes: str) -> Array:
+    """A parameter with these axes laid out as weights in use; its gradient is laid out as the parameter is, by `RULES`.
+
+    So a device adds up only the part of a gradient that it keeps, rather than all of it.
+    """
+    return laid_out(x, axes)
+
+
+def _gathered_forward(x: Array, axes: str) -> tuple[Array, None]:
+    return laid_out(x, axes), None
+
+
+def _gathered_backward(axes: str, _: None, cotangent: Array) -> tuple[Array]:
+    return (_constrained(cotangent, axes, RULES),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def by_hand(function: Callable[..., Any], inputs: str, outputs: str) -> Callable[..., Any]:
+    """`function` run by each device of the mesh of `jax.set_mesh` on its own part, with no help from XLA.
+
+    `inputs` and `outputs` have a letter for each argument and each result: B, cut by rows; W, weights in use (V, D), of
+    which a device has its rows of the vocabulary; 1, the same everywhere; S, sums over rows (V, D), of which a device
+    returns those of its own rows, and gets its share of the whole, cut by fsdp too.
+    """
+    whole = PartitionSpec()
+    specs = {"B": PartitionSpec(BATCH_AXES), "W": PartitionSpec("tensor"), "S": PartitionSpec("tensor", "fsdp")}
+
+    def local(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(added(x) if letter == "S" else x for letter, x in zip(outputs, function(*arguments), strict=True))
+
+    def added(x: Array) -> Array:
+        return jax.lax.psum(jax.lax.psum_scatter(x, "fsdp", scatter_dimension=1, tiled=True), "data")
+
+    in_specs, out_specs = (tuple(specs.get(letter, whole) for letter in letters) for letters in (inputs, outputs))
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def divides(rows: int, vocabulary: int, width: int) -> bool:
+    """Whether a mesh is set, and cuts so many rows and a table of this size (V, D) into equal parts."""
     if not _on_mesh():
-        return x
-    spec = (
-        ACTIVATION_RULES[letter] if size % parts(letter) == 0 else PartitionSpec.UNCONSTRAINED
-        for letter, size in zip(axes, x.shape, strict=True)
-    )
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+        return False
+    fsdp = jax.sharding.get_abstract_mesh().shape["fsdp"]
+    return rows % parts("B") == 0 and vocabulary % parts("V") == 0 and width % fsdp == 0
 
 
 def everywhere(tree: Any) -> Any:
@@ -108,6 +151,20 @@ def parts(axes: str) -> int:
         return 1
     names = [name for letter in axes for name in _names(ACTIVATION_RULES[letter])]
     return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+
+def _constrained(x: Array, axes: str, rules: Mapping[str, str | tuple[str, ...] | None]) -> Array:
+    """`x` laid out by `rules`, where there is a mesh and it divides the axis."""
+    if not _on_mesh():
+        return x
+    sizes = jax.sharding.get_abstract_mesh().shape
+    spec = (
+        rules[letter]
+        if size % math.prod(sizes[name] for name in _names(rules[letter])) == 0
+        else PartitionSpec.UNCONSTRAINED
+        for letter, size in zip(axes, x.shape, strict=True)
+    )
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
 
 def _on_mesh() -> bool:

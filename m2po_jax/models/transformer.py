@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from m2po_jax.config import ConfigError, ModelConfig, UserError
 from m2po_jax.models.attention import attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
-from m2po_jax.models.sharding import laid_out
+from m2po_jax.models.sharding import gathered, laid_out
 from m2po_jax.models.splash import Segments, fits, on_tpu, splash_attention
 
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         Returns:
             Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
         """
-        table_VD = laid_out(self.embedding, "VD")
+        table_VD = gathered(self.embedding, "VD")
         x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
         seen = self._seen(tokens_BT.shape, valid_BS, cache is not None, index, segment_ids_BT)
         layers = jnp.arange(self.config.layers)
@@ -234,7 +234,7 @@ class Transformer(nn.Module):
     def logits(self, hidden_BTD: Array) -> Array:
         """Next-token logits (..., V) in float32 of hidden states (..., D)."""
         table_VD = self.embedding if self.config.tie_embeddings else self.unembedding
-        table_VD = laid_out(table_VD.astype(hidden_BTD.dtype), "VD")
+        table_VD = gathered(table_VD.astype(hidden_BTD.dtype), "VD")
         logits = jnp.einsum("...d,vd->...v", hidden_BTD, table_VD, preferred_element_type=jnp.float32)
         return laid_out(logits, "BTV" if logits.ndim == 3 else "BV")
 
@@ -268,6 +268,11 @@ def forward_packed(model: Transformer, params: Any, tokens_BS: Array, segment_id
     valid_BS, where_BS = segment_ids_BS > 0, segment_positions(segment_ids_BS)
     output = model.apply({"params": params}, tokens_BS, where_BS, valid_BS, segment_ids_BT=segment_ids_BS)
     return cast(tuple[Array, None], output)[0]
+
+
+def output_table(model: Transformer, params: Any) -> Array:
+    """The parameter (V, D), float32, whose products with hidden states are logits."""
+    return cast(Array, params["embedding" if model.config.tie_embeddings else "unembedding"])
 
 
 def logits_of(model: Transformer, params: Any, hidden: Array) -> Array:

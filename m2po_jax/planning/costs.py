@@ -65,7 +65,8 @@ def costs(program: Program, devices: int, unknown_trips: int = 1) -> Costs:
             once = product_flops(run.computation, instruction)
             flops += once * run.times
             flops_once += once * first
-            if (kind := collective_kind(instruction)) is not None:
+            if (kind := collective_kind(instruction)) is not None and _begins(run.computation, instruction):
+                hbm += run.times * _array_bytes(run.computation, instruction) * _is_chained(instruction)
                 handed, out = _collective_bytes(run.computation, instruction, kind, devices)
                 counts[kind] += run.times
                 payload[kind] += handed * run.times
@@ -82,6 +83,17 @@ def collective_kind(instruction: Instruction) -> str | None:
     """Which collective an instruction begins; None for those that only end one."""
     name = instruction.opcode.removesuffix("-start")
     return name if name in COLLECTIVES else None
+
+
+def _is_chained(instruction: Instruction) -> bool:
+    """Whether it goes on through several fusions, each of which shows it, while they compute."""
+    return "chain_id=" in instruction.attributes
+
+
+def _begins(computation: Computation, collective: Instruction) -> bool:
+    """False for the later links of a chain."""
+    users = computation.users.get(collective.name, [])
+    return not _is_chained(collective) or any("AsyncCollectiveStart" in user.attributes for user in users)
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
@@ -184,7 +196,12 @@ def hbm_bytes(program: Program, run: Run, instruction: Instruction) -> int:
         return arrays[1].hbm_bytes + (0 if arrays[0].on_chip else arrays[1].bytes)
     if opcode == "fusion":
         return _fusion_bytes(program.computations[instruction.calls[0]], arrays, instruction)
-    return sum(array.hbm_bytes for array in arrays) + sum(shape.hbm_bytes for shape in instruction.shapes)
+    return _array_bytes(computation, instruction)
+
+
+def _array_bytes(computation: Computation, instruction: Instruction) -> int:
+    arrays = (_array(computation, name) for name in instruction.operands if _has_array(computation, name))
+    return sum(array.hbm_bytes for array in (*arrays, *instruction.shapes))
 
 
 def _fusion_bytes(fused: Computation, arrays: list[Shape], instruction: Instruction) -> int:
@@ -200,6 +217,8 @@ def _fusion_bytes(fused: Computation, arrays: list[Shape], instruction: Instruct
     for made, shape in zip(results, instruction.shapes, strict=False):
         while made.opcode in _VIEWS and made.operands:
             made = fused.instructions[made.operands[0]]
+        if made.opcode == "parameter" or _is_chained(made):
+            continue
         written = _operand(fused, made, 1).bytes if made.opcode == "dynamic-update-slice" else shape.bytes
         total += 0 if shape.on_chip else min(written, shape.bytes)
     return total
@@ -212,7 +231,12 @@ def _bytes_read(fused: Computation, value: Instruction) -> int:
             total += _bytes_read(fused, user)
         elif user.opcode in _READS_PART and user.operands[0] == value.name:
             total += user.shapes[0].bytes
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+        elif (
+            user.opcode == "dynamic-update-slice"
+            and user.operands[0] == value.name
+            or user.opcode == "tuple"
+            or _is_chained(user)
+        ):
             continue
         else:
             return sum(shape.bytes for shape in value.shapes)

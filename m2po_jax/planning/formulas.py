@@ -6,7 +6,7 @@ from m2po_jax.config import Config, ModelConfig
 from m2po_jax.learner.spec import objective_of
 from m2po_jax.models import flops
 from m2po_jax.models.flops import Forward, Work
-from m2po_jax.planning.programs import mini_batch_rows
+from m2po_jax.planning.programs import mini_batch_rows, row_widths
 
 KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of queries times keys times head_dim in each kernel of splash attention: both gradients repeat scores."""
@@ -20,6 +20,8 @@ class UpdateFlops:
     """Forward once, backward twice as much: what MFU counts."""
     executed: float
     """With what is computed again: the pass before an objective's statistics, remat, scores and logits."""
+    first_pass: float
+    """Of those, the pass before an objective's statistics."""
 
 
 def forward_flops(model: ModelConfig, rows: int, prompt: int, response: int) -> Forward:
@@ -29,17 +31,22 @@ def forward_flops(model: ModelConfig, rows: int, prompt: int, response: int) -> 
 
 
 def update_flops(config: Config, kernels: bool) -> UpdateFlops:
-    """One model update; `kernels`: attention runs in those of TPUs, which skip the keys after a query."""
-    forward = forward_flops(
-        config.model, mini_batch_rows(config), config.task.max_prompt_tokens, config.sampling.max_new_tokens
-    )
+    """One model update of responses of full length.
+
+    Args:
+        kernels: attention runs in those of TPUs, which skip the keys after a query.
+    """
+    rows, (length, scored) = mini_batch_rows(config), row_widths(config)
+    real = forward_flops(config.model, rows, config.task.max_prompt_tokens, config.sampling.max_new_tokens)
+    forward = forward_flops(config.model, rows, length - scored, scored)
     first = config.learner.micro_batches > 1 and objective_of(config).needs_whole_batch
     forwards, remat = 1 + first, config.model.remat
     gradients = (KERNEL_PRODUCTS["dq"] + KERNEL_PRODUCTS["dkv"]) / 2 if kernels else 2.5
     blocks = forwards + 2 + (remat == "full")
     attention = (forwards + gradients + (remat != "none")) * (1.0 if kernels else 2.0)
     executed = blocks * forward.blocks + attention * forward.attention + (forwards + 3) * forward.logits
-    return UpdateFlops(useful=3.0 * forward.total, executed=executed)
+    first_pass = forward.blocks + (1.0 if kernels else 2.0) * forward.attention + forward.logits if first else 0.0
+    return UpdateFlops(3.0 * real.total, executed, first_pass)
 
 
 def generate_flops(config: Config) -> float:

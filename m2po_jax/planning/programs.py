@@ -4,11 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2po_jax.config import Config, ConfigError
 from m2po_jax.generation.engine import generate
 from m2po_jax.learner import state
+from m2po_jax.learner.batches import packing_of
+from m2po_jax.learner.packing import Packed, Packing, Size
 from m2po_jax.learner.spec import update_spec
 from m2po_jax.learner.state import TrainState, make_optimizer
 from m2po_jax.learner.update import MiniBatch, make_update
@@ -16,6 +19,7 @@ from m2po_jax.models import Transformer, sharding
 from m2po_jax.models.mesh import require_rows
 from m2po_jax.models.sharding import batch_sharding
 from m2po_jax.objectives import Objective
+from m2po_jax.planning.generators import abstract_published
 
 
 def lower_update(config: Config, mesh: Mesh) -> jax.stages.Lowered:
@@ -37,14 +41,13 @@ def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     """The generator's program for one work unit on this mesh: prefill, then a loop of decode steps.
 
     Raises:
-        ConfigError: the mesh does not divide the model's axes or the prompts of a unit.
+        ConfigError: the mesh does not divide the model's axes.
     """
     prompts, samples = config.rollouts.prompts_per_unit, config.rollouts.group_size
-    require_rows(prompts, "prompts of a work unit (rollouts.units_per_batch)", mesh)
     rows = batch_sharding(mesh)
     shape = (prompts, config.task.max_prompt_tokens)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), prompts * samples))
-    params = abstract_params(config, mesh)
+    params = abstract_published(config, mesh)
     with jax.set_mesh(mesh):
         return generate.lower(
             params,
@@ -82,8 +85,15 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     return state.abstract_state(abstract_params(config, mesh), make_optimizer(config.learner))
 
 
+def row_widths(config: Config) -> tuple[int, int]:
+    """Tokens of a row of the update's input, and those of them whose logits are computed, at full length."""
+    prompt, response = config.task.max_prompt_tokens, config.sampling.max_new_tokens
+    packing = packing_of(config, prompt)
+    return (prompt + response, response) if packing is None else (packing.width, _largest(packing).scored_width)
+
+
 def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatch:
-    """One mini-batch at full widths, its rows cut over the mesh."""
+    """One mini-batch whose rows are cut over the mesh, at its largest: every response of full length, a row each."""
     count, rows = mini_batch_rows(config), batch_sharding(mesh)
 
     def of(dtype: Any, *shape: int) -> Any:
@@ -91,9 +101,10 @@ def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatc
 
     prompt, response = config.task.max_prompt_tokens, config.sampling.max_new_tokens
     floats = of(jnp.float32, response)
+    packing = packing_of(config, prompt, mesh.shape["data"] * mesh.shape["fsdp"])
     return MiniBatch(
-        prompt_tokens=of(jnp.int32, prompt),
-        prompt_valid=of(jnp.bool_, prompt),
+        prompt_tokens=None if packing else of(jnp.int32, prompt),
+        prompt_valid=None if packing else of(jnp.bool_, prompt),
         prompt_lengths=of(jnp.int32),
         response_tokens=of(jnp.int32, response),
         response_mask=of(jnp.bool_, response),
@@ -103,7 +114,23 @@ def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatc
         staleness=of(jnp.int32),
         proximal_logprobs=floats if objective.definition.proximal else None,
         reference_logprobs=floats if objective.config.kl_coefficient else None,
+        packed=None if packing is None else _abstract_rows(packing, rows),
     )
+
+
+def _abstract_rows(packing: Packing, where: NamedSharding) -> Packed:
+    size = _largest(packing)
+
+    def of(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    row = of(size.rows, packing.width)
+    return Packed(row, row, of(size.rows, size.scored_width), of(packing.responses), of(packing.responses))
+
+
+def _largest(packing: Packing) -> Size:
+    """Of responses of full length, which fill a row each."""
+    return packing.size(np.full(len(packing.scored_widths), packing.responses))
 
 
 def device_bytes(tree: Any) -> int:

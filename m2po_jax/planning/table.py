@@ -10,6 +10,10 @@ from m2po_jax.planning.plan import MASK_PASSES, Plan, ProgramPlan
 
 MOST_SHARE = 0.9
 """Share of HBM above which a plan is called tight."""
+MOST_COLLECTIVES = 0.2
+"""Time of collectives over that of compute up to which they are taken to be hidden behind it."""
+ROOMY = 0.6
+"""Share of HBM below which twice the rows in a micro-batch may well fit."""
 
 
 def to_json(plan: Plan) -> str:
@@ -21,40 +25,47 @@ def to_json(plan: Plan) -> str:
 def to_text(plan: Plan) -> str:
     """What a person wants to know, in lines of at most 110 characters."""
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
-    lines = [f"{plan.config.name} on {plan.topology}: {plan.devices} chips, mesh {mesh}", ""]
-    for program in (plan.update, plan.generate):
-        if program is not None:
-            lines += [*_program(plan, program), ""]
+    title = f"update of one mini-batch (compiled in {plan.update.compile_s:.0f} s); GiB a chip"
+    lines = [f"{plan.config.name} on {plan.topology}: {plan.devices} chips, mesh {mesh}", "", title]
+    lines += [*_program(plan, plan.update, plan.devices), *_efficiency(plan), ""]
+    if (generator := plan.generator) is not None:
+        seconds, copies = generator.program.compile_s, generator.devices // generator.tensor
+        lines += [
+            f"generation of one work unit on {generator.topology}: policy copied {copies} times, each cut in"
+            f" {generator.tensor} (compiled in {seconds:.0f} s); GiB a chip",
+            *_program(plan, generator.program, generator.devices),
+        ]
+        if generator.program.bounds is not None:
+            lines.append(f"  no more than            {generator.most_tokens_per_s:>10,.0f}   tokens/s, a bound too")
+        lines.append("")
     lines += [*_store(plan), ""] if plan.store else []
     lines += _verdict(plan)
     return "\n".join(lines) + "\n"
 
 
-def _program(plan: Plan, program: ProgramPlan) -> list[str]:
+def _program(plan: Plan, program: ProgramPlan, devices: int) -> list[str]:
     memory = program.memory
-    title = "update of one mini-batch" if program.name == "update" else "generation of one work unit"
-    lines = [f"{title} (compiled in {program.compile_s:.0f} s); GiB a chip"]
     parts = {
         "parameters": memory.params,
         "optimiser": memory.optimizer,
         "batch": memory.batch,
-        "gradients, activations": memory.working,
+        "gradients, activations" if program.name == "update" else "cache, activations": memory.working,
         "code": memory.code,
         "peak": memory.peak,
     }
     if memory.refused is not None:
         parts = {name: parts[name] for name in ("parameters", "optimiser", "peak")}
-    lines += [f"  {name:24}{size / GiB:10.2f}" for name, size in parts.items()]
+    lines = [f"  {name:24}{size / GiB:10.2f}" for name, size in parts.items()]
     lines[-1] += f"   {memory.peak / memory.hbm:.0%} of the {memory.hbm / GiB:.0f} of a {plan.chip.name}"
-    return lines + _work(plan, program) if program.costs is not None else lines
+    return lines + _work(plan, program, devices) if program.costs is not None else lines
 
 
-def _work(plan: Plan, program: ProgramPlan) -> list[str]:
+def _work(plan: Plan, program: ProgramPlan, devices: int) -> list[str]:
     costs, bounds = program.costs, program.bounds
     assert costs is not None and bounds is not None
-    ratio = program.flops * plan.devices / program.executed_flops
+    ratio = program.flops * devices / program.executed_flops
     lines = [
-        f"  FLOPs, all chips        {_si(program.flops * plan.devices):>10}   counted in the compiled program",
+        f"  FLOPs, all chips        {_si(program.flops * devices):>10}   counted in the compiled program",
         f"                          {_si(program.executed_flops):>10}   closed form, with what is computed again;"
         f" counted is {ratio:.2f} of it",
         f"                          {_si(program.useful_flops):>10}   closed form, what MFU counts",
@@ -78,6 +89,38 @@ def _work(plan: Plan, program: ProgramPlan) -> list[str]:
     ]
 
 
+def _efficiency(plan: Plan) -> list[str]:
+    """Where an update's time goes beside useful products, and what would save some of it."""
+    update = plan.update
+    if update.costs is None:
+        return []
+    share, first = update.collectives_share, update.first_pass_flops / update.executed_flops
+    again = 1.0 - first - update.useful_flops / update.executed_flops
+    lines = [f"  collectives             {share:>10.0%}   of the time of compute, {_of_collectives(plan)}"]
+    if first:
+        lines.append(f"  not counted by MFU      {first:>10.0%}   of the FLOPs: the pass from which the mask is taken")
+    keep = " (fewer with --model.remat dots)" if plan.config.model.remat == "full" else ""
+    return [
+        *lines,
+        f"  {'' if first else 'not counted by MFU':22}  {again:>10.0%}   of the FLOPs: computed again for the backward"
+        f" pass{keep}",
+    ]
+
+
+def _of_collectives(plan: Plan) -> str:
+    """What to make of their share. Weights cross the mesh once a micro-batch and pass, whatever its rows."""
+    update, micro_batches = plan.update, plan.config.learner.micro_batches
+    assert update.costs is not None
+    if update.collectives_share <= MOST_COLLECTIVES:
+        return "so that they can be hidden"
+    sums = update.costs.collectives.get("all-reduce")
+    if plan.mesh["tensor"] > 1 and sums is not None and 2 * sums.sent_bytes > update.costs.sent_bytes:
+        return f"most of it sums over tensor: try --mesh.tensor {plan.mesh['tensor'] // 2}"
+    if micro_batches > 1 and update.memory.peak < ROOMY * update.memory.hbm:
+        return f"less with fewer micro-batches: try --learner.micro-batches {micro_batches // 2}"
+    return "less with more rows a chip, for which this slice has no room"
+
+
 def _store(plan: Plan) -> list[str]:
     cost = plan.store
     assert cost is not None
@@ -95,9 +138,8 @@ def _store(plan: Plan) -> list[str]:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    programs = [program for program in (plan.update, plan.generate) if program is not None]
     lines = []
-    for program in programs:
+    for program in plan.programs:
         memory = program.memory
         share = memory.peak / memory.hbm
         if not memory.fits:

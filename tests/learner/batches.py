@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from m2po_jax import objectives
+from m2po_jax.learner.packing import Packing, Sequences, Size, joined
 from m2po_jax.learner.update import MiniBatch, UpdateSpec
 from tests.models import policies
 
@@ -46,6 +47,22 @@ def mini_batch(seed: int = 0, **changes: Any) -> MiniBatch:
         staleness=np.full(rows, 256, np.int32),
     )
     return batch._replace(**changes)
+
+
+def sequences(batch: MiniBatch) -> Sequences:
+    """Prompts and responses of an unpacked mini-batch."""
+    prompt_lengths, response_lengths = batch.prompt_valid.sum(axis=1), batch.response_mask.sum(axis=1)
+    left = np.take_along_axis(batch.prompt_tokens, np.argsort(~batch.prompt_valid, axis=1, kind="stable"), axis=1)
+    return Sequences(left, prompt_lengths, batch.response_tokens, response_lengths)
+
+
+def packed(batch: MiniBatch, packing: Packing, size: Size | None = None) -> MiniBatch:
+    """The same mini-batch, packed, in rows of the smallest size or of a given one."""
+    columns = sequences(batch)
+    parts = [Sequences(*part) for part in zip(*(np.split(x, packing.parts) for x in columns), strict=True)]
+    size = size or packing.size(np.max([packing.rows_needed(part) for part in parts], axis=0))
+    rows = joined([packing.pack(part, size, index) for index, part in enumerate(parts)])
+    return batch._replace(prompt_tokens=None, prompt_valid=None, packed=rows)
 
 
 def gradient_of(update: Any, state: Any, batch: MiniBatch) -> tuple[Any, dict[str, Any]]:

@@ -1,7 +1,11 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from m2po_jax.learner.batches import left_aligned_to_right, mini_batches
+from m2po_jax.config import Config, LearnerConfig, RolloutConfig, SamplingConfig
+from m2po_jax.learner.batches import left_aligned_to_right, mini_batches, packing_of, padding_frac
+from m2po_jax.learner.packing import Packing
 from m2po_jax.rollouts import Rollouts
 
 
@@ -64,6 +68,55 @@ def test_truncation_is_what_the_record_says_not_what_the_width_suggests():
 def test_what_does_not_fit_is_refused(count, prompt, response):
     with pytest.raises(ValueError, match="do not divide|does not fit"):
         mini_batches(rollouts(), count, prompt, response, 0)
+
+
+PACKING = Packing(width=12, response_width=6, responses=4, row_parts=2, parts=2)
+
+
+def test_packed_mini_batches_hold_the_same_responses():
+    source = rollouts()
+    plain = mini_batches(source, 2, 5, 6, 256)
+    packed = mini_batches(source, 2, 5, 6, 256, PACKING)
+    for ours, theirs in zip(packed, plain, strict=True):
+        assert ours.prompt_tokens is None and ours.prompt_valid is None and theirs.packed is None
+        for name in ("response_tokens", "response_mask", "behavior_logprobs", "rewards", "truncated", "staleness"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+        rows = ours.packed
+        assert rows.tokens.shape == (2, 12)
+        assert (rows.segment_ids > 0).sum() == theirs.prompt_valid.sum() + theirs.response_mask.sum()
+        np.testing.assert_array_equal(rows.row, [0, 0, 1, 1])
+    assert padding_frac(packed[0]) == pytest.approx(1 - (1 + 1 + 2 + 2 + 1 + 2 + 3 + 4) / 24)
+    assert padding_frac(plain[0]) == pytest.approx(1 - (1 + 1 + 2 + 2 + 1 + 2 + 3 + 4) / 44)
+
+
+def test_hosts_that_agree_build_the_parts_of_one_packed_mini_batch():
+    source = rollouts()
+    whole = mini_batches(source, 2, 5, 6, 0, PACKING)
+    needs = []
+
+    def own(part, agree):
+        rows = np.concatenate([np.arange(4)[part * 2 : part * 2 + 2] + start for start in (0, 4)])
+        columns = {name: value[rows] for name, value in vars(source).items() if isinstance(value, np.ndarray)}
+        texts = {name: [value[i] for i in rows] for name, value in vars(source).items() if isinstance(value, list)}
+        return mini_batches(replace(source, **columns, **texts), 2, 5, 6, 0, PACKING, part, agree)
+
+    for part in range(2):
+        own(part, lambda needed: needs.append(needed) or needed)
+    together = [own(part, lambda _: np.max(needs, axis=0)) for part in range(2)]
+    for index, batch in enumerate(whole):
+        for name, array in batch.packed._asdict().items():
+            parts = [getattr(of_host[index].packed, name) for of_host in together]
+            np.testing.assert_array_equal(np.concatenate(parts), array, err_msg=name)
+
+
+def test_the_packing_of_a_run():
+    config = Config(
+        sampling=SamplingConfig(max_new_tokens=600),
+        rollouts=RolloutConfig(prompts_per_batch=16, group_size=4),
+        learner=LearnerConfig(updates_per_batch=4, micro_batches=2),
+    )
+    assert packing_of(config, 100, row_parts=8) == Packing(768, 600, 16, micro_batches=2, row_parts=8)
+    assert packing_of(replace(config, learner=replace(config.learner, packing=False)), 100) is None
 
 
 def test_padding_moves_from_right_to_left():

@@ -95,3 +95,21 @@ def test_one_of_another_model_is_refused(checkpoints):
     checkpoints.wait()
     with pytest.raises(UserError, match="checkpoint 4 in .* cannot be restored"):
         checkpoints.restore(4, state_at(0))
+
+
+def test_some_are_kept_beside_the_newest(store):
+    checkpoints = Checkpoints(store, keep=1, keep_every=8)
+    for version in range(4, 24, 4):
+        checkpoints.save(state_at(version), cursor_at(version))
+        checkpoints.wait()
+    checkpoints.close()
+    kept = sorted(path.name for path in (store.local_path / "checkpoints").iterdir())
+    assert kept == ["00000008", "00000016", "00000020"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_line(checkpoints):
+    checkpoints.save(state_at(4), cursor_at(4))
+    checkpoints.wait()
+    with pytest.raises(UserError, match=r"checkpoint 4 in .* cannot be restored \(.*shape.*\)") as refused:
+        checkpoints.restore(4, state_at(0, width=5))
+    assert len(str(refused.value).splitlines()) == 1

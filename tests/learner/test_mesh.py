@@ -10,7 +10,7 @@ import pytest
 from m2po_jax.config import MeshConfig
 from m2po_jax.learner.state import abstract_state, init_state, shardings_of
 from m2po_jax.learner.update import make_update
-from m2po_jax.models import sharding
+from m2po_jax.models import logprobs, sharding
 from m2po_jax.models.mesh import make_mesh
 from tests.learner import batches
 from tests.learner.test_invariance import assert_same, whole_batch
@@ -74,3 +74,13 @@ def test_each_device_has_its_share_of_weights_and_moments():
     assert len(moments) == 4  # two moments of gate, and of up, which has its shape
     for leaf in (kernel, *moments):
         assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_an_update_is_the_same_where_logits_come_in_chunks(mesh, monkeypatch):
+    """Chunks of one token of each row, whose gradients of the output embedding a device adds up by itself."""
+    whole = expected()
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 1)
+    found, _ = updated(mesh, 2)
+    assert_same(found, whole)

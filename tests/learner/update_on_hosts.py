@@ -1,6 +1,6 @@
-"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES ...`: updates by one of several hosts.
+"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES[:packed] ...`: updates by one of several hosts.
 
-Each host places only its own rows of the batch. The first writes what each update took off the parameters, and its
+Each host packs and places only its own responses. The first writes what each update took off the parameters, and its
 metrics, to FOLDER.
 """
 
@@ -12,42 +12,49 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from m2po_jax.learner.batches import on_mesh
 from m2po_jax.learner.hosts import Hosts, connect
+from m2po_jax.learner.packing import Packing
 from m2po_jax.learner.state import init_state, shardings_of
 from m2po_jax.learner.update import make_update
 from m2po_jax.models import sharding
-from m2po_jax.models.mesh import held, local_rows, make_mesh, placed
+from m2po_jax.models.mesh import held, local_rows, make_mesh, row_parts, row_shares
 from tests.learner import batches
-from tests.learner.test_invariance import whole_batch
 from tests.learner.test_mesh import MESHES, policy
+from tests.learner.test_packed import CUTS, RESPONSES, WIDTH, whole_batch
 
 
 def main(folder: str, *wanted: str) -> None:
     connect()
     hosts = Hosts()
     for name in wanted:
-        mesh_name, micro_batches = name.split(":")
+        mesh_name, micro_batches, *packed = name.split(":")
         mesh = make_mesh(MESHES[mesh_name])
         model, params = policy()
         params = jax.tree.map(np.asarray, params)
         state = init_state(jax.device_put(params, sharding.shardings(model.config, mesh)), batches.SGD)
         everything = whole_batch()
-        rows = local_rows(mesh, len(everything.rewards))
-        batch = placed(
-            mesh, jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], everything), len(everything.rewards)
-        )
-        np.testing.assert_array_equal(held(batch.rewards), np.asarray(everything.rewards)[rows])
-        spec = batches.spec("m2po", micro_batches=int(micro_batches))._replace(model=model)
+        own = local_rows(mesh, RESPONSES)
+        batch = jax.tree.map(lambda x, own=own: np.asarray(x)[own], everything)
+        limit = int(micro_batches)
+        if packed:
+            limit, size = CUTS[int(micro_batches)]
+            packing = Packing(WIDTH, batches.RESPONSE, RESPONSES, limit, row_parts(mesh), row_shares(mesh))
+            rows = packing.pack(batches.sequences(batch), size)
+            batch = batch._replace(prompt_tokens=None, prompt_valid=None, packed=rows)
+        batch = on_mesh(batch, mesh)
+        np.testing.assert_array_equal(held(batch.rewards), np.asarray(everything.rewards)[own])
+        spec = batches.spec("m2po", micro_batches=limit)._replace(model=model)
         everywhere = NamedSharding(mesh, PartitionSpec())
         with jax.set_mesh(mesh):
             after, metrics = make_update(spec, batches.SGD, shardings_of(state))(state, batch)
             whole = jax.jit(lambda x: x, out_shardings=everywhere)(after.params)
         taken = jax.tree.map(np.subtract, params, jax.device_get(whole))
-        shared = len(rows) < len(everything.rewards)
+        shared = len(own) < RESPONSES
         if hosts.first:
             leaves = {f"params/{index}": leaf for index, leaf in enumerate(jax.tree.leaves(taken))}
             values = {f"metrics/{key}": value for key, value in jax.device_get(metrics).items()}
-            np.savez(Path(folder) / f"{mesh_name}-{micro_batches}.npz", shared=shared, **leaves, **values)
+            np.savez(Path(folder) / f"{name.replace(':', '-')}.npz", shared=shared, **leaves, **values)
         hosts.gather("an update")
 
 

@@ -163,6 +163,28 @@ def test_packed_rows_give_the_values_of_each_sequence_alone(policy, batch, chunk
     assert (logprobs[segments == 0] == 0.0).all() and (entropy[segments == 0] == 0.0).all()
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 5])
+def test_logits_are_computed_where_they_are_asked_for(policy, chunk_tokens):
+    """Some slots of each row in order, padded with 0; values, and gradients through every one of them."""
+    tokens, segments, _ = packed_batch()
+    slots = [np.flatnonzero(row > 0)[1::2] for row in segments]
+    asked = np.array([np.pad(row, (0, 8 - len(row))) for row in slots], np.int32)
+    weights = np.linspace(-1.0, 1.0, asked.size, dtype=np.float32).reshape(asked.shape)
+
+    @partial(jax.jit, static_argnums=1)
+    def of(params, some):
+        values = packed_logprobs(
+            policy[0], params, tokens, segments, 0.7, chunk_tokens, scored_BW=asked if some else None
+        )
+        picked = values if some else [jnp.take_along_axis(x, jnp.asarray(asked), axis=1) for x in values]
+        return jnp.sum(weights * picked[0]) + jnp.sum(jnp.cos(weights) * picked[1]), tuple(picked)
+
+    found, wanted = (jax.value_and_grad(of, has_aux=True)(policy[1], some) for some in (True, False))
+    scored = np.asarray(found[0][1][0]) != 0
+    assert scored.sum() > 5 and not scored[asked == 0].any() and (asked == 0).any()
+    assert_trees_close(found, wanted, atol=2e-5, rtol=1e-5)
+
+
 def test_packed_and_padded_rows_give_one_gradient(policy, batch):
     tokens, segments, places = packed_batch()
     in_response = np.zeros_like(segments, bool)

@@ -8,15 +8,6 @@ from m2po_jax.config import UserError
 from m2po_jax.models.chips import chip_of
 from m2po_jax.planning import chips
 
-_MISSING = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is missing: pip install 'jax[tpu]'"
-)
-
-
-def needs_libtpu(test):
-    """A test for `make test-extra`, which installs the compiler."""
-    return pytest.mark.extra(_MISSING(test))
-
 
 @pytest.mark.parametrize(
     ("name", "said"),
@@ -40,14 +31,14 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
         chips.topology("v5e:2x4")
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
 def test_devices_of_a_slice_are_known_as_its_chip(name):
     found = chips.topology(name)
     assert {chip_of(device.device_kind) for device in found.devices} == {found.chip}
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_slice_has_its_chips():
     found = chips.topology("v5p:2x2x2")
     assert len(found.devices) == 8

@@ -158,3 +158,44 @@ def test_positions_of_a_window_that_meet_padding_do_not_count():
     assert _valid_pairs(8, 1, 8, {}) == 8
     assert _valid_pairs(4, 3, 4, {"pad": "1_1"}) == 3 * 4 - 2
     assert _valid_pairs(4, 4, 4, {"stride": "3", "lhs_dilate": "4"}) == 4
+
+
+TPU_CHAIN = """
+HloModule m, entry_computation_layout={()->f32[]}
+
+%start.1 (p.1: bf16[128,64]) -> (bf16[128,64], bf16[128,256]) {
+  %p.1 = bf16[128,64]{1,0} parameter(0)
+  %all-gather.1 = bf16[128,256]{1,0} all-gather(%p.1), channel_id=9, replica_groups=[1,4]<=[4], dimensions={1}, \
+frontend_attributes={chain_id="0"}
+  ROOT %begun.1 = (bf16[128,64]{1,0}, bf16[128,256]{1,0}) custom-call(%all-gather.1), \
+custom_call_target="AsyncCollectiveStart"
+}
+
+%step.1 (p.2: bf16[128,64], p.3: bf16[128,256], p.4: f32[8]) -> (f32[8], bf16[128,64], bf16[128,256]) {
+  %p.2 = bf16[128,64]{1,0} parameter(0)
+  %p.3 = bf16[128,256]{1,0} parameter(1)
+  %p.4 = f32[8]{0} parameter(2)
+  %sine.1 = f32[8]{0} sine(%p.4)
+  %all-gather.2 = bf16[128,256]{1,0} all-gather(%p.2), channel_id=9, replica_groups=[1,4]<=[4], dimensions={1}, \
+frontend_attributes={chain_id="0"}
+  ROOT %t.1 = (f32[8]{0}, bf16[128,64]{1,0}, bf16[128,256]{1,0}) tuple(%sine.1, %p.2, %all-gather.2)
+}
+
+ENTRY %main.1 (x.1: bf16[128,64], y.1: f32[8]) -> f32[8] {
+  %x.1 = bf16[128,64]{1,0} parameter(0)
+  %y.1 = f32[8]{0} parameter(1)
+  %f.1 = (bf16[128,64]{1,0}, bf16[128,256]{1,0}) fusion(%x.1), kind=kCustom, calls=%start.1
+  %g.1 = bf16[128,64]{1,0} get-tuple-element(%f.1), index=0
+  %g.2 = bf16[128,256]{1,0} get-tuple-element(%f.1), index=1
+  %f.2 = (f32[8]{0}, bf16[128,64]{1,0}, bf16[128,256]{1,0}) fusion(%g.1, %g.2, %y.1), kind=kCustom, calls=%step.1
+  ROOT %g.3 = f32[8]{0} get-tuple-element(%f.2), index=0
+}
+"""
+
+
+def test_a_gather_that_goes_on_through_several_fusions_counts_once():
+    """Each fusion shows the whole gather, of which it advances a part while it computes."""
+    found = costs(parse(TPU_CHAIN.replace("\\\n", "")), 4)
+    shard = 2 * 128 * 64
+    assert found.collectives == {"all-gather": Traffic(1, 4 * shard, 3 * shard)}
+    assert found.hbm_bytes >= 5 * shard + 2 * 4 * 8

@@ -26,6 +26,7 @@ def test_what_is_computed_again_follows_from_the_configuration():
     found = update_flops(SMALL, kernels=True)
     assert found.useful == 3 * one.total
     assert found.executed == 5 * one.blocks + (3 + 3.5) * one.attention + 5 * one.logits
+    assert found.first_pass == one.total
     whole = replace(SMALL, learner=replace(SMALL.learner, micro_batches=1), model=replace(SMALL.model, remat="none"))
     assert update_flops(whole, kernels=True).executed == 3 * one.blocks + 4.5 * one.attention + 4 * one.logits
 

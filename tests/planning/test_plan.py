@@ -1,19 +1,28 @@
 """Plans end to end: programs of a small model compiled for a slice, and what is refused."""
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 from m2po_jax import catalog
 from m2po_jax.cli import main
 from m2po_jax.config import ConfigError, MeshConfig
+from m2po_jax.learner.batches import mini_batches, packing_of
+from m2po_jax.models import logprobs
+from m2po_jax.models.mesh import make_mesh
+from m2po_jax.objectives import get
 from m2po_jax.planning import chips, programs
-from m2po_jax.planning.plan import hbm_needed
+from m2po_jax.planning.costs import costs
+from m2po_jax.planning.hlo import parse
+from m2po_jax.planning.plan import hbm_needed, hbm_used
 from m2po_jax.planning.storage import parameters
+from m2po_jax.rollouts import Rollouts
 from tests.planning.small import SMALL
-from tests.planning.test_chips import needs_libtpu
 
 HERE = "tests/planning/small.py"
 
@@ -38,7 +47,7 @@ def planned(tmp_path_factory, standard_promotion):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_small_model_is_planned(planned):
     code, plan, text = planned
     assert code == 0 and plan["fits"]
@@ -53,7 +62,27 @@ def test_a_small_model_is_planned(planned):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.tpu
+def test_memory_is_what_the_compiler_lays_out_with_arguments_counted_once(planned):
+    memory = planned[1]["update"]["memory"]
+    parts = [memory[name] for name in ("params", "optimizer", "batch", "working", "code")]
+    assert memory["peak"] == sum(parts) and min(parts) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+def test_a_generator_stands_on_the_smallest_slice_with_a_policy_cut_over_heads(planned):
+    generator, text = planned[1]["generator"], planned[2]
+    assert (generator["topology"], generator["devices"], generator["tensor"]) == ("v5e:2x2", 4, 2)
+    assert 2 * parameters(SMALL) / 2 <= generator["program"]["memory"]["params"] < 2.1 * parameters(SMALL) / 2
+    assert "generation of one work unit on v5e:2x2" in text and "tokens/s, a bound too" in text
+    gathers = generator["program"]["costs"]["collectives"].get("all-gather", {"payload_bytes": 0})
+    weights = 2 * parameters(SMALL)
+    assert gathers["payload_bytes"] < SMALL.sampling.max_new_tokens * weights / 10  # no weights at each token
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
 def test_the_attention_kernel_is_compiled_and_counted_loops_included(planned):
     update = planned[1]["update"]
     calls = {name: count for name, count in update["costs"]["kernels"].items() if "splash" in name}
@@ -65,7 +94,7 @@ def test_the_attention_kernel_is_compiled_and_counted_loops_included(planned):
 
 
 @pytest.mark.slow
-@needs_libtpu
+@pytest.mark.tpu
 def test_what_does_not_fit_is_said_with_what_to_change(capsys, tmp_path):
     flags = ["--topology", "v5e:2x2", "--mesh.fsdp", "4", "--mesh.tensor", "1", "--no-generator"]
     with pytest.raises(SystemExit) as exit_:
@@ -76,7 +105,7 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys, tmp_path):
     assert not json.loads((tmp_path / "plan.json").read_text())["fits"]
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -84,26 +113,36 @@ def test_what_does_not_fit_is_said_with_what_to_change(capsys, tmp_path):
         (("--topology", "v5e:2x4", "--mesh.fsdp", "3"), "mesh.fsdp 3 times mesh.tensor 2 does not divide 8 devices"),
         (("--topology", "v5e:2x4", "--mesh.fsdp", "2", "--mesh.tensor", "4"), "model.query_heads 2 cannot be cut"),
         (("--topology", "v5e:2x4", "--learner.micro-batches", "16"), "2 rows of a micro-batch"),
-        (("--topology", "v5e:2x4", "--rollouts.units-per-batch", "8"), "2 prompts of a work unit"),
+        (("--topology", "v5e:2x4", "--rollouts.units-per-batch", "16"), "1 prompts of a work unit"),
+        (("--topology", "v5e:2x4", "--generator-topology", "v5e:3x3"), "there is no topology v5e:3x3: use one of"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_in_one_line(flags, said, capsys, tmp_path):
     assert said in refusal(capsys, f"{HERE}:small", *flags, "--out", str(tmp_path))
 
 
+def test_without_the_compiler_it_says_what_to_install(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = refusal(capsys, f"{HERE}:small", "--topology", "v5e:2x4", "--out", str(tmp_path))
+    assert 'pip install "jax[tpu]==' in said
+
+
+def test_a_topology_that_does_not_exist_is_refused_before_anything_is_compiled(capsys, tmp_path):
+    said = refusal(capsys, f"{HERE}:small", "--topology", "v5p:4x4", "--out", str(tmp_path))
+    assert "v5p has 3 axes, as in v5p:2x2x1" in said
+
+
 def test_without_a_configuration_an_example_is_given(capsys):
     assert "m2po plan experiments/plans.py:qwen3-8b --topology v5p:4x4x4" in refusal(capsys)
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_a_vocabulary_left_to_a_tokenizer_is_refused(capsys, tmp_path):
     flags = ("--topology", "v5e:2x2", "--out", str(tmp_path))
     assert "model.vocab_size is None" in refusal(capsys, "tests/tiny.py:tiny", *flags)
 
 
 def test_the_train_state_lies_where_its_parameters_lie(devices):
-    from m2po_jax.models.mesh import make_mesh
-
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
     state = programs.abstract_state(SMALL, mesh)
     moments = [leaf for leaf in _leaves(state.opt_state) if leaf.ndim == 4]
@@ -117,9 +156,38 @@ def test_the_train_state_lies_where_its_parameters_lie(devices):
         programs.lower_update(large, mesh)
 
 
-def _leaves(tree):
-    import jax
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_planned_mini_batch_is_that_of_responses_of_full_length(devices, packing):
+    config = replace(SMALL, learner=replace(SMALL.learner, packing=packing))
+    rows, prompt, response = programs.mini_batch_rows(config), 128, 128
+    full = Rollouts(
+        np.ones((rows, prompt), np.int32), np.full(rows, prompt, np.int32), np.ones((rows, response), np.int32),
+        np.full(rows, response, np.int32), np.zeros((rows, response), np.float32), None, np.zeros(rows, np.float32),
+        [""] * rows, np.zeros(rows, np.int64), np.zeros(rows, np.int32), ["stop"] * rows, [""] * rows, [""] * rows,
+        1.0, 1.0,
+    )  # fmt: skip
+    (real,) = mini_batches(full, 1, prompt, response, 0, packing_of(config, prompt, row_parts=4))
+    planned = programs.abstract_batch(config, make_mesh(MeshConfig(fsdp=4, tensor=2), devices), get("m2po"))
+    shapes = lambda batch: jax.tree.map(lambda x: (x.shape, str(x.dtype)), batch)  # noqa: E731
+    assert shapes(planned) == shapes(real) and (planned.packed is not None) == packing
+    assert programs.row_widths(config) == (256, 128)
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=8), MeshConfig(fsdp=2, tensor=2)])
+def test_the_gradient_of_an_embedding_crosses_the_mesh_once_however_many_chunks_its_logits_come_in(
+    mesh, devices, monkeypatch
+):
+    def sent(chunk_tokens):
+        monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk_tokens)
+        program = programs.lower_update(SMALL, make_mesh(mesh, devices)).compile()
+        return costs(parse(program.as_text()), len(devices)).sent_bytes
+
+    few, many = sent(128), sent(8)
+    assert 0 < many < 1.01 * few
+
+
+def _leaves(tree):
     return jax.tree.leaves(tree)
 
 
@@ -127,10 +195,13 @@ def test_what_the_compiler_says_it_needs_is_read():
     message = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20.50G of"
     )
-    assert hbm_needed(f"{message} 15.75G hbm. Exceeded hbm capacity by 4.75G.", 7) == int(20.5 * 2**30)
+    assert hbm_needed(f"{message} 15.75G hbm. Exceeded hbm capacity by 4.75G.") == int(20.5 * 2**30)
     message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (18.38G)"
-    assert hbm_needed(f"{message} exceeds available HBM (15.75G).", 7) == int(18.38 * 2**30) + 7
-    assert hbm_needed("INTERNAL: something else", 7) is None
+    assert hbm_needed(f"{message} exceeds available HBM (15.75G).") == int(18.38 * 2**30)
+    assert hbm_needed("INTERNAL: something else") is None
+    report = "Memory Space: default (color=0)\nTotal bytes: 25769808896 (24.00GiB)\n  6.00GiB\n\nMemory Space: vmem"
+    assert hbm_used(f"{report} (color=1)\nTotal bytes: 10240") == 25769808896
+    assert hbm_used("") == 0
 
 
 def test_every_planned_model_is_a_configuration_with_a_known_size():

@@ -1,0 +1,62 @@
+"""Where a run's generators may stand: a slice of their own, with copies of the policy cut over heads."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from m2po_jax.config import Config, ConfigError
+from m2po_jax.models import sharding
+from m2po_jax.models.parameters import Parameter, leaf, size, table, tree
+from m2po_jax.planning.chips import SLICES, Chip, chips_in
+from m2po_jax.planning.storage import parameters
+
+MATRIX_BYTES = 2
+"""Bytes a number of what generators hold: matrices and cache, in bfloat16."""
+ROOM = 0.6
+"""Share of HBM that weights and cache of a work unit may take; prefill and sampling need the rest."""
+
+
+def smallest_slice(config: Config, chip: Chip) -> str:
+    """Shape of the smallest slice of a chip that has room for the weights and the cache of a work unit.
+
+    The largest one, if none has.
+    """
+    shapes = SLICES[chip.name]
+    return next((shape for shape in shapes if _held(config, chips_in(shape)) <= ROOM * chip.hbm_bytes), shapes[-1])
+
+
+def tensor_parts(config: Config, chips: int) -> int:
+    """Into how many parts a copy of the policy is cut: as many as divide chips, heads, middle and vocabulary alike."""
+    sizes = (size(config.model, letter) for letter in "HKFV")
+    return math.gcd(chips, *sizes)
+
+
+def require_copies(config: Config, topology: str, chips: int) -> None:
+    """Raises ConfigError unless the copies of the policy on a slice get equal numbers of a work unit's prompts."""
+    prompts, copies = config.rollouts.prompts_per_unit, chips // tensor_parts(config, chips)
+    if prompts % copies:
+        raise ConfigError(
+            f"{prompts} prompts of a work unit (rollouts.units_per_batch) cannot be cut over the {copies} copies of the"
+            f" policy on {topology}: use fewer units, or a smaller --generator-topology"
+        )
+
+
+def abstract_published(config: Config, mesh: Mesh) -> Any:
+    """The parameters as generators read them, as shapes with their shardings: matrices bfloat16, vectors float32."""
+    where = sharding.shardings(config.model, mesh)
+
+    def of(row: Parameter) -> jax.ShapeDtypeStruct:
+        dtype = "bfloat16" if len(row.stored_axes) > 1 else "float32"
+        return jax.ShapeDtypeStruct(row.shape(config.model), dtype, sharding=leaf(where, row))
+
+    return tree({row: of(row) for row in table(config.model)})
+
+
+def _held(config: Config, chips: int) -> float:
+    model, rollouts = config.model, config.rollouts
+    length = config.task.max_prompt_tokens + config.sampling.max_new_tokens
+    rows = rollouts.prompts_per_unit * rollouts.group_size
+    cache = rows * length * 2 * model.layers * model.kv_heads * model.head_dim
+    return MATRIX_BYTES * (parameters(config) / tensor_parts(config, chips) + cache / chips)
