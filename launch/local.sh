@@ -9,7 +9,7 @@ usage: launch/local.sh N [--devices M] [--dry-run] COMMAND [ARGUMENT ...]
 Starts N processes with M virtual CPU devices each (1), joined as the hosts of a slice are, for instance
   launch/local.sh 2 --devices 2 train experiments/quickstart.py:m2po-s256 --run runs/two --mesh.data 4
 Adds --distributed. Each line of output begins with its process. Ctrl-C stops all of them, with a checkpoint.
-What launch/host.sh --help says of exit codes and restarts is so here, with M2PO_RESTARTS=2 unless it is set.
+What launch/host.sh --help says of exit codes and restarts is so here, with M2PO_RESTARTS=3 unless it is set.
 The exit code is that of the first process that has one other than 0.
 END
 }
@@ -76,7 +76,7 @@ folder=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export M2PO_COMMAND=${M2PO_COMMAND:-${folder%/*}/.venv/bin/m2po}
 common=(
 	"JAX_COORDINATOR_ADDRESS=127.0.0.1:$(free_port)" "JAX_NUM_PROCESSES=$N" JAX_PLATFORMS=cpu
-	"XLA_FLAGS=${XLA_FLAGS:-} --xla_force_host_platform_device_count=$DEVICES" "M2PO_RESTARTS=${M2PO_RESTARTS:-2}"
+	"XLA_FLAGS=${XLA_FLAGS:-} --xla_force_host_platform_device_count=$DEVICES" "M2PO_RESTARTS=${M2PO_RESTARTS:-3}"
 )
 if [[ $DRY_RUN ]]; then
 	echo "export M2PO_COMMAND=$(printf %q "$M2PO_COMMAND")"
