@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
@@ -20,6 +21,7 @@ from m2po_jax.config import Config, UserError
 
 if TYPE_CHECKING:  # these import JAX, which most commands start sooner without
     from m2po_jax.learner.hosts import Hosts
+    from m2po_jax.learner.profiling import Profile
     from m2po_jax.progress import StopSignals
 
 STOPPED = 130
@@ -42,6 +44,10 @@ class TrainOptions:
     """Another run whose version 0 becomes the base policy, in place of a warm start."""
     distributed: bool = False
     """One of several hosts that train together, all with the same command; README.md says how they find each other."""
+    profile: str | None = None
+    """Updates to trace with jax.profiler, FIRST:END, as 10:13 for 10, 11 and 12: the whole batches that they are in."""
+    profile_dir: str | None = None
+    """Local directory for the trace. Default: RUN/profile, or profiles/NAME for a run that is not on this machine."""
     config: Annotated[Config, arg(name="")] = field(default_factory=Config)
 
 
@@ -195,9 +201,8 @@ def _train_options(config: Config, arguments: list[str]) -> TrainOptions:
     known = config.objective.hyperparameters
     chosen = {name: value for name, value in dataclasses.asdict(given.hyperparameters).items() if name in known}
     objective = dataclasses.replace(given.config.objective, hyperparameters=chosen)
-    return TrainOptions(
-        given.run, given.base, given.distributed, dataclasses.replace(given.config, objective=objective)
-    )
+    options = {each.name: getattr(given, each.name) for each in dataclasses.fields(TrainOptions)}
+    return TrainOptions(**options | {"config": dataclasses.replace(given.config, objective=objective)})
 
 
 def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int:
@@ -211,7 +216,9 @@ def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int
         name = options.config.name if hosts is None or hosts.first else f"host {hosts.index}"
         view = RunView(drawn, name, signals) if drawn else HostView(name, signals)
         signals.told = lambda: view.note("stopping after this batch, with a checkpoint; once more stops at once")
-        outcome = lockstep.train(options.config, run, view, options.base, hosts)
+        host = hosts.index if hosts is not None and hosts.count > 1 else None
+        profile = _profile(options, run, host, view.note)
+        outcome = lockstep.train(options.config, run, view, options.base, hosts, profile)
     if not speaks:
         return 0 if outcome.finished else _stopped(signals)
     if not outcome.finished:
@@ -219,6 +226,20 @@ def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int
         return _stopped(signals)
     print(f"finished {run} at version {outcome.version}; report: {report.write([run])}")
     return 0
+
+
+def _profile(options: TrainOptions, run: str, host: int | None, say: Callable[[str], None]) -> "Profile | None":
+    """What is to be traced, each of several hosts into a directory of its own."""
+    from m2po_jax.learner.profiling import Profile, chosen
+
+    if options.profile is None:
+        if options.profile_dir is not None:
+            raise UserError("--profile-dir says where a trace goes: say of which updates, as in --profile 10:13")
+        return None
+    versions = chosen(options.profile, options.config.learner.total_updates)
+    where = f"profiles/{options.config.name}" if "://" in run else f"{run}/profile"
+    directory = Path(options.profile_dir or where)
+    return Profile(versions, directory if host is None else directory / f"host-{host}", say)
 
 
 def _stopped(signals: "StopSignals") -> int:

@@ -20,14 +20,17 @@ from m2po_jax.config_json import flatten
 from m2po_jax.evaluation import HeldOut
 from m2po_jax.generation import Generator, Sampler
 from m2po_jax.generation.engine import Streams
+from m2po_jax.learner import speed
 from m2po_jax.learner.batches import mini_batches, on_mesh, packing_of, padding_frac
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.diagnostics import token_columns, token_view
 from m2po_jax.learner.feed import Feed
 from m2po_jax.learner.hosts import Hosts
 from m2po_jax.learner.metrics import MetricsLog
+from m2po_jax.learner.profiling import Profile
 from m2po_jax.learner.publisher import Publisher
 from m2po_jax.learner.spec import objective_of, update_spec
+from m2po_jax.learner.speed import Speed
 from m2po_jax.learner.state import TrainState, init_state, learning_rate_schedule, make_optimizer, shardings_of
 from m2po_jax.learner.update import MiniBatch, make_score, make_update
 from m2po_jax.learner.warm_start import Demonstrations, warm_start
@@ -72,14 +75,15 @@ class Lockstep:
         model: Transformer,
         mesh: Mesh | None,
         hosts: Hosts,
+        profile: Profile | None,
     ):
         """Builds objective, generator and evaluator of the run's configuration around its task and model.
 
-        `mesh` is None where there is one device.
+        `mesh` is None where there is one device, `profile` where nothing is to be traced.
         """
         config = info.config
         self.store, self.config, self.progress, self.hosts = store, config, progress, hosts
-        self.task, self.model, self.mesh = task, model, mesh
+        self.task, self.model, self.mesh, self.profile = task, model, mesh, profile
         self.spec = update_spec(config, model)
         self.optimizer = make_optimizer(config.learner)
         self.score = make_score(self.spec)
@@ -154,11 +158,14 @@ class Lockstep:
 
     def _run(self) -> Outcome:
         learner = self.config.learner
+        if self.profile:
+            self.profile.prepare()
         checkpoints = Checkpoints(self.store, learner.keep_checkpoints, learner.keep_checkpoint_every)
         state = self._restored(checkpoints)
         self.update = make_update(self.spec, self.optimizer, None if self.mesh is None else shardings_of(state))
         version = int(state.version)
-        log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note, self.hosts.first)
+        self.speed = Speed(_sized(self.model), jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat))
+        log = MetricsLog(self.store, version, self._tensorboard(), self.progress.note, self.hosts.first, self.speed)
         if self.spec.objective.config.kl_coefficient:
             self.reference = self._version_0()
         try:
@@ -178,6 +185,9 @@ class Lockstep:
             self._checkpoint(checkpoints, log, state, version)
             checkpoints.wait()
         finally:
+            if self.profile:
+                self.profile.close()
+            self.speed.close()
             self.feed.close()
             self.publisher.close()
             checkpoints.close()
@@ -205,20 +215,26 @@ class Lockstep:
         return state
 
     def _batch(self, log: MetricsLog, state: TrainState, version: int) -> TrainState:
-        record, rollouts = self.feed.take(version)
         learner = self.config.learner
+        if self.profile:
+            self.profile.before(range(version, version + learner.updates_per_batch), state)
+        with self.speed.doing(speed.DATA):
+            record, rollouts = self.feed.take(version)
         widths = self.task.max_prompt_tokens, self.config.sampling.max_new_tokens
         own = mini_batches(
             rollouts, learner.updates_per_batch, *widths, record.staleness_updates, self.packing, self.part, self._most
         )
         batches = own if self.mesh is None else [on_mesh(batch, self.mesh) for batch in own]
         self.progress.doing("learning")
-        batches = [self._scored(state, batch) for batch in batches]
+        with self.speed.doing(speed.SCORE):
+            batches = [self._scored(state, batch) for batch in batches]
         if learner.diagnostics_every and version // learner.updates_per_batch % learner.diagnostics_every == 0:
             self._diagnose(state, batches[0], own[0], rollouts, record)
         done = []
         for index, batch in enumerate(batches):
-            state, metrics = self.update(state, batch)
+            with self.speed.updating(version + index) as watched:
+                state, metrics = self.update(state, batch)
+                watched.append(metrics)
             facts = self._facts(record, version + index, index) | {"padding_frac": padding_frac(own[index])}
             done.append((facts, metrics))
         if (following := version + learner.updates_per_batch) < learner.total_updates:
@@ -247,7 +263,8 @@ class Lockstep:
         units = [unit for unit in wanted if shard_path(unit) in missing]
         self.progress.doing(f"generating, of version {units[0].version}")
         self.publisher.wait(units[0].version)
-        self.generator.make(units, self.hosts.index, self.hosts.count)
+        with self.speed.doing(speed.GENERATE):
+            self.generator.make(units, self.hosts.index, self.hosts.count)
         self.hosts.gather("that units are made")
 
     def _expected(self, version: int) -> Provenance | None:
@@ -264,24 +281,28 @@ class Lockstep:
         total, every = self.config.learner.total_updates, self.config.rollouts.keep_weights_every
         served = version in served_after(version, **self.delay_line, total_updates=total)
         if served or version == total or (every is not None and version % every == 0):
-            if self.hosts.count > 1:
-                checkpoints.wait()  # hosts must not be at two writes in different orders
-            self.publisher.start(version, state.params)
+            with self.speed.doing(speed.PUBLISH):
+                if self.hosts.count > 1:
+                    checkpoints.wait()  # hosts must not be at two writes in different orders
+                self.publisher.start(version, state.params)
 
     def _evaluate(self, log: MetricsLog, state: TrainState, version: int) -> None:
         self.progress.doing(f"evaluating on {self.config.evaluation.prompts} prompts")
-        accuracy = self.held_out.accuracy(state.params, version)
+        with self.speed.doing(speed.EVALUATE):
+            accuracy = self.held_out.accuracy(state.params, version)
         values = {"accuracy": accuracy.value, "standard_error": accuracy.standard_error}
         log.evaluation(version, {**values, "prompts": accuracy.prompts})
         self.progress.evaluation(version, accuracy.value)
 
     def _checkpoint(self, checkpoints: Checkpoints, log: MetricsLog, state: TrainState, version: int) -> None:
         """Metrics first, then the state; weights that no batch after the checkpoint before it needs are retired."""
-        self.publisher.wait()
-        checkpoints.wait()
+        with self.speed.doing(speed.CHECKPOINT):
+            self.publisher.wait()
+            checkpoints.wait()
         whole = checkpoints.latest()
         log.flush(version)
-        checkpoints.save(state, self._cursor(version))
+        with self.speed.doing(speed.CHECKPOINT):
+            checkpoints.save(state, self._cursor(version))
         if whole is not None and self.hosts.first:
             self._retire(whole)
 
@@ -329,10 +350,18 @@ class Lockstep:
         )
 
 
-def train(config: Config, run: str, progress: Progress, base: str | None = None, hosts: Hosts | None = None) -> Outcome:
+def train(
+    config: Config,
+    run: str,
+    progress: Progress,
+    base: str | None = None,
+    hosts: Hosts | None = None,
+    profile: Profile | None = None,
+) -> Outcome:
     """Start or resume the run directory `run` (a path or gs:// URL) with `config`.
 
-    `base` names another run whose version 0 becomes this run's base policy. Several `hosts` all call this.
+    `base` names another run whose version 0 becomes this run's base policy. Several `hosts` all call this. `profile`
+    traces some of the updates.
 
     Raises:
         UserError: bad configuration, a run with another configuration, an unusable store; on every host.
@@ -342,7 +371,7 @@ def train(config: Config, run: str, progress: Progress, base: str | None = None,
     with hosts.together():
         hosts.agree("configuration", flatten(config) | {"run": run, "base": base})
         _check_base(config, run, base)
-        with _opened(config, run, progress, hosts) as lockstep:
+        with _opened(config, run, progress, hosts, profile) as lockstep:
             lockstep.base_policy(base)
             return lockstep.run()
 
@@ -366,7 +395,9 @@ def _check_base(config: Config, run: str, base: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _opened(config: Config, run: str, progress: Progress, hosts: Hosts) -> Iterator[Lockstep]:
+def _opened(
+    config: Config, run: str, progress: Progress, hosts: Hosts, profile: Profile | None = None
+) -> Iterator[Lockstep]:
     """The parts of a run under its lock; what can be refused is refused before the run directory is made."""
     objective_of(config)
     task = make_task(config.task, config.model.source)
@@ -385,7 +416,7 @@ def _opened(config: Config, run: str, progress: Progress, hosts: Hosts) -> Itera
             hosts.gather("the run", info.run_id)
         else:
             store, info = _shared_run(run, hosts.gather("the run")[0])
-        yield Lockstep(store, replace(info, config=config), progress, task, model, mesh, hosts)
+        yield Lockstep(store, replace(info, config=config), progress, task, model, mesh, hosts, profile)
 
 
 def _shared_run(run: str, run_id: str) -> tuple[Store, RunInfo]:

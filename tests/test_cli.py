@@ -1,5 +1,6 @@
 """The `m2po` command in processes of its own: help, exit codes, one line for bad input, resume."""
 
+import gzip
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from m2po_jax.rollouts import weights
+from m2po_jax.rollouts import read_segments, weights
 from m2po_jax.rollouts.store import Store
 from tests import tiny
 
@@ -73,6 +74,9 @@ def test_help_of_everything_has_an_example(env):
         (["train", ARM, "--model.source", "nowhere"], "nowhere/config.json is missing"),
         (["train", ARM, "--task.name", "questions"], "--task.questions FILE.jsonl"),
         (["train", ARM, "--task.template", "x"], "task.template 'x' has no {question} in it"),
+        (["train", ARM, "--profile", "13:10"], "--profile 13:10 is empty"),
+        (["train", ARM, "--profile", "10:99"], "--profile 10:99: the run has updates 0 to 15"),
+        (["train", ARM, "--profile-dir", "x"], "say of which updates, as in --profile 10:13"),
     ],
 )
 def test_bad_input_is_said_and_ends_with_2(env, tmp_path, arguments, said):
@@ -83,6 +87,29 @@ def test_bad_input_is_said_and_ends_with_2(env, tmp_path, arguments, said):
     assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", refused.stderr).split())
     assert "Traceback" not in refused.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_profiled_run_says_where_its_trace_is_and_how_fast_it_was(env, done, tmp_path):
+    run = tmp_path / "run"
+    finished = m2po(env, "train", ARM, "--run", run, "--base", done, "--profile", "5:8")
+    assert finished.returncode == 0, finished.stderr
+    assert f"profile of updates 4 to 7 in {run / 'profile'}; open it with `xprof " in finished.stderr
+    assert "tokens/s" in finished.stderr
+    (trace,) = (run / "profile").rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = {event["args"]["step_num"] for event in events if event.get("name") == "update"}
+    assert steps == {"4", "5", "6", "7"}
+    assert {"data", "generate", "score", "publish"} <= {event.get("name") for event in events}
+    assert tiny.lines(run) == tiny.lines(done), "neither the numbers of a run, nor which are told, depend on it"
+    lines = [line for line in read_segments(Store.open(run)) if line["event"] == "update"]
+    shares = ("data_wait_frac", "checkpoint_wait_frac", "host_frac")
+    assert all(0.0 <= line[share] <= 1.0 for line in lines for share in shares)
+    assert all(line["update_s"] > 0 and line["flops_per_s"] > line["tokens_per_s"] > 0 for line in lines)
+    shards = pd.read_parquet(run / "rollouts" / "00000000")
+    first = [line["sequence_tokens"] for line in lines if line["behavior_version"] == 0 and line["mini_batch"] < 2]
+    tokens = shards.prompt_tokens.map(len) + shards.response_tokens.map(len)
+    assert sum(first) == tokens.sum()
+    assert "<h2>Speed</h2>" in (run / "report.html").read_text()
 
 
 def test_a_run_with_another_configuration_is_refused_by_field(env, done):

@@ -69,8 +69,8 @@ class MetricsLog:
         fetched = [
             {name: _plain(np.asarray(value)) for name, value in jax.device_get(metrics).items()} for _, metrics in batch
         ]
-        speeds = self._speed.turn(fetched) if self._speed else [{} for _ in batch]
-        for (facts, _), values, speed in zip(batch, fetched, speeds, strict=True):
+        speed = self._speed.turn(fetched) if self._speed else {}
+        for (facts, _), values in zip(batch, fetched, strict=True):
             rate = (facts["version"] + 1 - self._first) / elapsed
             self.latest = {**facts, **values, "wall_time_s": elapsed, "updates_per_s": rate, **speed}
             self._append({"event": "update", **self.latest})

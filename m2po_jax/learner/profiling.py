@@ -31,46 +31,44 @@ class Profile:
     """Begins a trace before the batch of the first chosen update, and ends it after that of the last."""
 
     def __init__(self, versions: range, directory: Path, say: Callable[[str], None]):
-        """`say` is told where the trace is, and how to open it.
-
-        Raises:
-            UserError: the directory cannot be made.
-        """
+        """`say` is told where the trace is, and how to open it."""
         self._versions, self._directory, self._say = versions, directory, say
-        self._began: int | None = None
+        self._traced: range | None = None
         self._over = False
+
+    def prepare(self) -> None:
+        """Make the directory, long before it is needed. Raises UserError if that cannot be."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--profile-dir {directory} cannot be made: {error.strerror or error}") from error
+            raise UserError(f"the profile's directory {self._directory} cannot be made: {error.strerror}") from error
 
     def before(self, batch: range, state: Any) -> None:
         """Called before the updates `batch`, with what the ones before return, which is waited for at either end."""
-        if self._began is not None and batch.start >= self._versions.stop:
-            self._end(batch.start, state)
-        elif self._began is None and not self._over and batch.stop > self._versions.start:
-            self._over = batch.start >= self._versions.stop
-            if self._over:
-                self._say(f"nothing was profiled: this run goes on after update {batch.start - 1}")
-                return
+        if self._traced is not None and batch.start >= self._versions.stop:
+            jax.block_until_ready(state)
+            self.close()
+        elif self._traced is not None:
+            self._traced = range(self._traced.start, batch.stop)
+        elif not self._over and batch.start >= self._versions.stop:
+            self._over = True
+            self._say(f"nothing was profiled: this run goes on after update {batch.start - 1}")
+        elif not self._over and batch.stop > self._versions.start:
             jax.block_until_ready(state)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # calls of Python functions would be most of the trace
             jax.profiler.start_trace(self._directory, profiler_options=options)
-            self._began = batch.start
+            self._traced = batch
 
-    def close(self, version: int, state: Any = None) -> None:
-        """End a trace that is still going on before update `version`, if there is one."""
-        if self._began is not None:
-            self._end(version, state)
-
-    def _end(self, version: int, state: Any) -> None:
-        jax.block_until_ready(state)
-        began, self._began, self._over = self._began, None, True
+    def close(self) -> None:
+        """End a trace that is going on, if there is one."""
+        if self._traced is None:
+            return
+        traced, self._traced, self._over = self._traced, None, True
         jax.profiler.stop_trace()
-        traces = sorted(self._directory.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        files = sorted(self._directory.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         self._say(
-            f"profile of updates {began} to {version - 1} in {self._directory}; open it with"
+            f"profile of updates {traced.start} to {traced.stop - 1} in {self._directory}; open it with"
             f" `xprof --logdir {self._directory}` (pip install xprof)"
-            + (f", or {traces[-1].relative_to(self._directory)} at https://ui.perfetto.dev" if traces else "")
+            + (f", or {files[-1].relative_to(self._directory)} at https://ui.perfetto.dev" if files else "")
         )

@@ -3,13 +3,13 @@
 An update begins when it is handed to the devices, or when the one before it is done if that is later; it is done when
 its metrics are there, which a thread waits for, so that the loop does not. With them come
 
-    update_s               seconds of the update, a batch's first one with what scores the batch before it; the first
-                           of a shape is compiled in them
-    tokens_per_s           tokens of its prompts and responses, without padding, over update_s
-    flops_per_s            useful FLOPs (models/flops.py, three passes a token) over update_s, over all devices
+    update_s               seconds of an update, the mean of its batch, with what scores the batch before the first; in
+                           the first batch with compiling
+    tokens_per_s           tokens of its prompts and responses, without padding, over the seconds of its updates
+    flops_per_s            useful FLOPs (models/flops.py, three passes a token) over the same, on all devices together
     mfu                    flops_per_s over the bfloat16 peak of all devices, where their kind is known
 
-and of the turn, the wall time from the fetch of the update before to that of this one, the shares
+and of the turn, the wall time from the fetch of the batch before to that of this one, the shares
 
     data_wait_frac         waiting for rollouts: reading them and, in lockstep, generating them
     checkpoint_wait_frac   waiting for checkpoints and for published weights
@@ -83,34 +83,35 @@ class Speed:
             yield metrics
         self._running.append(Running(began, self._watcher.submit(_when_done, metrics)))
 
-    def turn(self, updates: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-        """The speed of the oldest updates that are not told yet, one for each of their fetched metrics; ends the turn.
+    def turn(self, updates: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The speed of the oldest updates that are not told yet, as many as there are fetched metrics; ends the turn.
 
         `updates` have `sequence_tokens`, `token_pairs` and `tokens`, the three numbers of `models.flops.Work`.
         """
         done, self._running = self._running[: len(updates)], self._running[len(updates) :]
-        took, busy = [], []
+        seconds, busy = 0.0, list[Span]()
         for update in done:
             began, self._last_done = max(update.began, self._last_done), update.done.result()
-            took.append(self._last_done - began)
+            seconds += self._last_done - began
             busy.append((began, self._last_done))
         now = time.perf_counter()
         busy += [(update.began, update.done.result() if update.done.done() else now) for update in self._running]
-        turn = (self._turn_began, now)
-        shares = shares_of(turn, self._spans, busy) | fullest([device.memory_stats() for device in self._local])
+        shares = shares_of((self._turn_began, now), self._spans, busy)
         # What is still going on, such as an update, began before and is seen again in the next turn.
         self._turn_began, self._spans = now, []
-        return [self._rates(metrics, seconds) | shares for metrics, seconds in zip(updates, took, strict=True)]
+        return self._rates(updates, seconds) | shares | fullest([device.memory_stats() for device in self._local])
 
     def close(self) -> None:
         """Let the thread end; it is not waited for, since an update may never be done where another host was lost."""
         self._watcher.shutdown(wait=False, cancel_futures=True)
 
-    def _rates(self, metrics: Mapping[str, Any], seconds: float) -> dict[str, float]:
-        work = flops.Work(metrics["sequence_tokens"], metrics["token_pairs"], metrics["tokens"])
+    def _rates(self, updates: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float]:
+        names = ("sequence_tokens", "token_pairs", "tokens")
+        work = flops.Work(*(sum(update[name] for update in updates) for name in names))
         rate = flops.TRAINING * flops.forward(self._model, work).total / seconds
         known = {} if self._peak is None else {"mfu": rate / self._peak}
-        return {"update_s": seconds, "tokens_per_s": work.tokens / seconds, "flops_per_s": rate, **known}
+        mean = seconds / len(updates)
+        return {"update_s": mean, "tokens_per_s": work.tokens / seconds, "flops_per_s": rate, **known}
 
 
 def peak_flops_per_s(kinds: Sequence[str]) -> float | None:

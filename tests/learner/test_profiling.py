@@ -22,6 +22,7 @@ def traced(directory):
 
 def run(profile, batches, directory):
     """A loop of batches with a matrix product for each update; what the trace then holds."""
+    profile.prepare()
     clock = speed.Speed(tiny.TINY.model, jax.devices()[:1])
     state = jnp.ones((8, 8))
     for batch in batches:
@@ -32,7 +33,8 @@ def run(profile, batches, directory):
             with clock.updating(version) as metrics:
                 state = state @ state
                 metrics.append(state)
-    profile.close(batches[-1].stop, state)
+    jax.block_until_ready(state)
+    profile.close()
     clock.close()
     return traced(directory)
 
@@ -63,7 +65,7 @@ def test_a_run_that_goes_on_later_says_that_nothing_was_profiled(tmp_path):
     profile = Profile(range(2, 3), tmp_path, said.append)
     for batch in (range(4, 6), range(6, 8)):
         profile.before(batch, None)
-    profile.close(8)
+    profile.close()
     assert said == ["nothing was profiled: this run goes on after update 3"]
 
 
@@ -90,5 +92,5 @@ def test_a_bad_range_is_one_line(text, said):
 
 def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--profile-dir .*file.* cannot be made: "):
-        Profile(range(1), tmp_path / "file" / "below", print)
+    with pytest.raises(UserError, match=r"the profile's directory .*file.* cannot be made: "):
+        Profile(range(1), tmp_path / "file" / "below", print).prepare()
