@@ -6,8 +6,9 @@ import pytest
 
 from m2po_jax import catalog
 from m2po_jax.config import ConfigError, MeshConfig
+from m2po_jax.models.chips import CHIPS
 from m2po_jax.models.mesh import make_mesh
-from m2po_jax.planning.chips import CHIPS, SLICES
+from m2po_jax.planning.chips import SLICES
 from m2po_jax.planning.generators import abstract_published, require_copies, smallest_slice, tensor_parts
 from m2po_jax.planning.programs import device_bytes
 from m2po_jax.planning.storage import parameters

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from m2po_jax.planning.chips import CHIPS, GiB
+from m2po_jax.models.chips import CHIPS, GiB
 from m2po_jax.planning.costs import Costs, Traffic
 from m2po_jax.planning.plan import GeneratorPlan, Memory, Plan, ProgramPlan
 from m2po_jax.planning.roofline import Roofline
