@@ -1,7 +1,7 @@
-"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES[:packed] ...`: updates by one of several hosts.
+"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES[:packed][:scattered] ...`: by one of several hosts.
 
-Each host packs and places only its own responses. The first writes what each update took off the parameters, and its
-metrics, to FOLDER.
+Each packs and places only its own responses; scattered, as on slices, those are not one contiguous part of the rows.
+The first writes what each update took off the parameters, and its metrics, to FOLDER.
 """
 
 import os
@@ -28,16 +28,20 @@ def main(folder: str, *wanted: str) -> None:
     connect()
     hosts = Hosts()
     for name in wanted:
-        mesh_name, micro_batches, *packed = name.split(":")
-        mesh = make_mesh(MESHES[mesh_name])
+        mesh_name, micro_batches, *how = name.split(":")
+        devices = jax.devices()
+        if "scattered" in how:
+            devices = [devices[index] for index in (0, 4, 1, 5, 2, 6, 3, 7)]
+        mesh = make_mesh(MESHES[mesh_name], devices)
         model, params = policy()
         params = jax.tree.map(np.asarray, params)
         state = init_state(jax.device_put(params, sharding.shardings(model.config, mesh)), batches.SGD)
         everything = whole_batch()
         own = local_rows(mesh, RESPONSES)
+        assert ("scattered" in how) == bool(np.any(np.diff(own) > 1))
         batch = jax.tree.map(lambda x, own=own: np.asarray(x)[own], everything)
         limit = int(micro_batches)
-        if packed:
+        if "packed" in how:
             limit, size = CUTS[int(micro_batches)]
             packing = Packing(WIDTH, batches.RESPONSE, RESPONSES, limit, row_parts(mesh), row_shares(mesh))
             rows = packing.pack(batches.sequences(batch), size)
