@@ -1,4 +1,4 @@
-"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES[:packed][:scattered] ...`: by one of several hosts.
+"""`python -m tests.learner.update_on_hosts FOLDER MESH:MICRO_BATCHES[:packed][:scattered] ...`: a host.
 
 Each packs and places only its own responses; scattered, as on slices, those are not one contiguous part of the rows.
 The first writes what each update took off the parameters, and its metrics, to FOLDER.
