@@ -86,13 +86,17 @@ def main() -> None:
 
 def smallest(config: Config, chip: str, runs: Path, may_compile: bool) -> dict | None:
     """The plan of the first setting with room to spare."""
+    too_large: dict[str, float] = {}
     for setting in settings(config, chip, runs):
         if not may_compile and not (folder(config, chip, setting, runs) / "plan.json").exists():
+            continue
+        if needed(config, setting) >= too_large.get(setting.shape, float("inf")):
             continue
         plan = planned(config, chip, setting, runs)
         memory = plan["update"]["memory"]
         if plan["fits"] and memory["peak"] < MOST_SHARE * memory["hbm"]:
             return plan
+        too_large[setting.shape] = needed(config, setting)
     return None
 
 
