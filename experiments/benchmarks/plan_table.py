@@ -186,7 +186,7 @@ def folder(config: Config, chip: str, setting: Setting, runs: Path) -> Path:
 
 def row(config: Config, chip: str, plan: dict | None) -> tuple[str, ...]:
     if plan is None:
-        return (config.name, chip, "not found", *("",) * (len(COLUMNS) - 3))
+        return (config.name, chip, "no plan yet", *("",) * (len(COLUMNS) - 3))
     update, chips, mesh = plan["update"], plan["devices"], plan["mesh"]
     memory, bounds = update["memory"], update["bounds"]
     seconds = {"compute": bounds["compute_s"], "HBM": bounds["hbm_s"], "interconnect": bounds["interconnect_s"]}
