@@ -37,7 +37,7 @@ MOST_TRIES = 3
 """Settings of one slice that are compiled before the next larger slice is."""
 COLUMNS = (
     "model", "chip", "slice", "chips", "fsdp", "tensor", "micro-batches", "remat", "peak GiB", "share of HBM",
-    "bound s", "set by", "collectives / compute", "most MFU", "counted / closed FLOPs", "compiled in s", "tried before",
+    "bound s", "set by", "collectives / compute", "most MFU", "counted / closed FLOPs", "compiled in s",
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="names in plans.py; default: all")
     parser.add_argument("--chips", nargs="*", default=list(CHIPS))
     parser.add_argument("--dry-run", action="store_true", help="print what would be tried, and compile nothing")
+    parser.add_argument("--no-compile", action="store_true", help="a table of the plans that are there")
     arguments = parser.parse_args()
     from m2po_jax.catalog import find_experiment
 
@@ -78,20 +79,26 @@ def main() -> None:
                 for s in itertools.islice(settings(config, chip, runs), 4):
                     print(" ", *s, f"{needed(config, s) / GiB:.1f} GiB, {seconds(config, chip, s):.3g} s")
                 continue
-            rows.append(row(config, chip, *smallest(config, chip, runs)))
+            rows.append(row(config, chip, smallest(config, chip, runs, not arguments.no_compile)))
             with (runs / "table.csv").open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([COLUMNS, *rows])
             print(*rows[-1], sep=", ", flush=True)
 
 
-def smallest(config: Config, chip: str, runs: Path) -> tuple[dict | None, int]:
-    """The plan of the first setting with room to spare, and how many did not have it."""
-    for tried, setting in enumerate(settings(config, chip, runs)):
+def smallest(config: Config, chip: str, runs: Path, may_compile: bool) -> dict | None:
+    """The plan of the first setting with room to spare."""
+    too_large: dict[str, float] = {}
+    for setting in settings(config, chip, runs):
+        if not may_compile and not (folder(config, chip, setting, runs) / "plan.json").exists():
+            continue
+        if needed(config, setting) >= too_large.get(setting.shape, float("inf")):
+            continue
         plan = planned(config, chip, setting, runs)
         memory = plan["update"]["memory"]
         if plan["fits"] and memory["peak"] < MOST_SHARE * memory["hbm"]:
-            return plan, tried
-    return None, 0
+            return plan
+        too_large[setting.shape] = needed(config, setting)
+    return None
 
 
 def settings(config: Config, chip: str, runs: Path) -> Iterator[Setting]:
@@ -100,14 +107,17 @@ def settings(config: Config, chip: str, runs: Path) -> Iterator[Setting]:
     Settings that may turn out too large, so that compiling them would be in vain, count as slower than they are.
     """
 
+    def is_made(setting: Setting) -> bool:
+        return (folder(config, chip, setting, runs) / "plan.json").exists()
+
     def order(setting: Setting) -> tuple[bool, float]:
         tight = max(0.0, needed(config, setting) / CHIPS[chip].hbm_bytes - 0.8)
-        is_made = (folder(config, chip, setting, runs) / "plan.json").exists()
-        return not is_made, seconds(config, chip, setting) * (1.0 + 5.0 * tight)
+        return not is_made(setting), seconds(config, chip, setting) * (1.0 + 5.0 * tight)
 
     for shape in SLICES[chip]:
         choices = (Setting(shape, *choice) for choice in itertools.product((1, 2, 4), (8, 4, 2, 1), ("dots", "full")))
-        able = [choice for choice in choices if divides(config, choice) and fits(config, chip, choice)]
+        able = (choice for choice in choices if divides(config, choice))
+        able = (choice for choice in able if is_made(choice) or fits(config, chip, choice))
         yield from sorted(able, key=order)[:MOST_TRIES]
 
 
@@ -175,9 +185,9 @@ def folder(config: Config, chip: str, setting: Setting, runs: Path) -> Path:
     return runs / f"{config.name}-{chip}-{setting.shape}-{layout}"
 
 
-def row(config: Config, chip: str, plan: dict | None, tried: int) -> tuple[str, ...]:
+def row(config: Config, chip: str, plan: dict | None) -> tuple[str, ...]:
     if plan is None:
-        return (config.name, chip, "none", *("",) * (len(COLUMNS) - 3))
+        return (config.name, chip, "no plan yet", *("",) * (len(COLUMNS) - 3))
     update, chips, mesh = plan["update"], plan["devices"], plan["mesh"]
     memory, bounds = update["memory"], update["bounds"]
     seconds = {"compute": bounds["compute_s"], "HBM": bounds["hbm_s"], "interconnect": bounds["interconnect_s"]}
@@ -193,14 +203,13 @@ def row(config: Config, chip: str, plan: dict | None, tried: int) -> tuple[str, 
         str(plan["config"]["learner"]["micro_batches"]),
         plan["config"]["model"]["remat"],
         f"{memory['peak'] / GiB:.1f}",
-        f"{memory['peak'] / memory['hbm']:.2f}",
+        f"{memory['peak'] / memory['hbm']:.3f}",
         f"{seconds[limit]:.3g}",
         limit,
         f"{bounds['interconnect_s'] / bounds['compute_s']:.2f}",
         f"{update['most_mfu']:.2f}",
         f"{counted / update['executed_flops']:.2f}",
         f"{update['compile_s']:.0f}",
-        str(tried),
     )
 
 

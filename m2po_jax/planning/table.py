@@ -99,7 +99,7 @@ def _efficiency(plan: Plan) -> list[str]:
     lines = [f"  collectives             {share:>10.0%}   of the time of compute, {_of_collectives(plan)}"]
     if first:
         lines.append(f"  not counted by MFU      {first:>10.0%}   of the FLOPs: the pass from which the mask is taken")
-    keep = " (fewer with --model.remat dots)" if plan.config.model.remat == "full" else ""
+    keep = " (--model.remat dots: less)" if plan.config.model.remat == "full" else ""
     return [
         *lines,
         f"  {'' if first else 'not counted by MFU':22}  {again:>10.0%}   of the FLOPs: computed again for the backward"
@@ -117,8 +117,8 @@ def _of_collectives(plan: Plan) -> str:
     if plan.mesh["tensor"] > 1 and sums is not None and 2 * sums.sent_bytes > update.costs.sent_bytes:
         return f"most of it sums over tensor: try --mesh.tensor {plan.mesh['tensor'] // 2}"
     if micro_batches > 1 and update.memory.peak < ROOMY * update.memory.hbm:
-        return f"less with fewer micro-batches: try --learner.micro-batches {micro_batches // 2}"
-    return "less with more rows a chip, for which this slice has no room"
+        return f"less with --learner.micro-batches {micro_batches // 2}"
+    return "less with more rows a chip, but there is no room"
 
 
 def _store(plan: Plan) -> list[str]:
