@@ -152,19 +152,20 @@ def train(arguments: list[str]) -> int:
     except (LostHost, KeyboardInterrupt) as reason:
         why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
         print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
-        _leave(hosts, STOPPED if isinstance(reason, KeyboardInterrupt) else 1)
+        # Where JAX knows of a lost host it is about to end this one too, with a stack trace.
+        _leave(hosts, 1) if isinstance(reason, LostHost) else _leave(hosts, STOPPED, _LAST_WORDS_S)
     except UserError:
         raise
     except Exception:
         traceback.print_exc()
-        _leave(hosts, 1)
+        _leave(hosts, 1, _LAST_WORDS_S)
     return code
 
 
-def _leave(hosts: "Hosts", code: int) -> NoReturn:
+def _leave(hosts: "Hosts", code: int, patience_s: float = 0.0) -> NoReturn:
     """Exit: at a normal exit JAX would wait for the other hosts, and it ends them when the first has gone."""
     sys.stderr.flush()
-    time.sleep(_LAST_WORDS_S if hosts.first else 0.0)
+    time.sleep(patience_s if hosts.first else 0.0)
     os._exit(code)
 
 
@@ -220,10 +221,10 @@ def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int
         profile = _profile(options, run, host, view.note)
         outcome = lockstep.train(options.config, run, view, options.base, hosts, profile)
     if not speaks:
-        return 0 if outcome.finished else _stopped(signals)
+        return 0 if outcome.finished else _stopped(signals, hosts)
     if not outcome.finished:
         print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
-        return _stopped(signals)
+        return _stopped(signals, hosts)
     print(f"finished {run} at version {outcome.version}; report: {report.write([run])}")
     return 0
 
@@ -242,8 +243,10 @@ def _profile(options: TrainOptions, run: str, host: int | None, say: Callable[[s
     return Profile(versions, directory if host is None else directory / f"host-{host}", say)
 
 
-def _stopped(signals: "StopSignals") -> int:
-    return STOPPED if signals.asked == "SIGINT" else PREEMPTED
+def _stopped(signals: "StopSignals", hosts: "Hosts | None") -> int:
+    """The exit code of all hosts: of Ctrl-C where any had one, so that none is started again."""
+    asked = [signals.asked] if hosts is None else hosts.gather("the signal", signals.asked)
+    return STOPPED if "SIGINT" in asked else PREEMPTED
 
 
 def plan(arguments: list[str]) -> int:

@@ -103,6 +103,15 @@ def assert_one_host_goes_on(run, whole):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *ends)
 
 
+def test_ctrl_c_on_one_host_is_nobodys_reason_to_start_again(user_env, base, tmp_path):
+    run = tmp_path / "run"
+    with Job(user_env, [command(run, base)] * 2) as job:
+        wait_for(run, "batches/*.json", 1)
+        job.hosts[1].send_signal(signal.SIGINT)
+        ended = job.ended()
+    assert [code for code, _ in ended] == [130, 130], ended
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_the_other_host_ends_soon_after_a_kill_and_the_run_resumes_to_the_same_bits(
     user_env, base, whole, tmp_path, host
