@@ -175,6 +175,7 @@ def planned(config: Config, chip: str, setting: Setting, runs: Path) -> dict:
             "model.remat": setting.remat,
         }
         command = [sys.executable, "-m", "m2po_jax", "plan", f"{PLANS}:{config.name}", "--no-generator"]
+        command.append("--learner.no-packing")  # responses of full length have a row each anyway
         words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
         subprocess.run([*command, *words], stdout=subprocess.DEVNULL)
     return json.loads((out / "plan.json").read_text(encoding="utf-8"))
