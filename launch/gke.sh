@@ -69,20 +69,20 @@ replicated_job() {
         backoffLimit: 0
         podFailurePolicy:
           rules:
-          - action: FailJob
-            onExitCodes:
-              containerName: m2po
-              operator: In
-              values: [2, 130]
+          - action: Ignore
+            onPodConditions:
+            - type: DisruptionTarget
+              status: "True"
           - action: Ignore
             onExitCodes:
               containerName: m2po
               operator: In
               values: [143]
-          - action: Ignore
-            onPodConditions:
-            - type: DisruptionTarget
-              status: "True"
+          - action: FailJob
+            onExitCodes:
+              containerName: m2po
+              operator: In
+              values: [2, 130]
         template:
           spec:
             restartPolicy: Never

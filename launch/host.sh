@@ -35,6 +35,7 @@ fail() {
 
 number() {
 	[[ ${!1} =~ ^[0-9]{1,6}$ ]] || fail "$1 is '${!1}': it must be a number"
+	printf -v "$1" '%d' "$((10#${!1}))"
 }
 
 # Run a command to its end, whatever signals come; they are handed on to it. Its exit code is left in CODE.

@@ -22,7 +22,6 @@ from m2po_jax.config import Config, UserError
 if TYPE_CHECKING:  # these import JAX, which most commands start sooner without
     from m2po_jax.learner.hosts import Hosts
     from m2po_jax.learner.profiling import Profile
-    from m2po_jax.progress import StopSignals
 
 STOPPED = 130
 """By Ctrl-C, with a checkpoint; 128 and the number of SIGINT, as shells have it."""
@@ -126,9 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         print(f"m2po: {error}", file=sys.stderr)
         code = 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print("m2po: stopped at once; the same command resumes from the last checkpoint", file=sys.stderr)
-        code = STOPPED
+        code = _code_of(stop)
     except BrokenPipeError:  # the reader of our output has gone, as in `m2po inspect RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -153,7 +152,7 @@ def train(arguments: list[str]) -> int:
         why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
         print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
         # Where JAX knows of a lost host it is about to end this one too, with a stack trace.
-        _leave(hosts, 1) if isinstance(reason, LostHost) else _leave(hosts, STOPPED, _LAST_WORDS_S)
+        _leave(hosts, 1) if isinstance(reason, LostHost) else _leave(hosts, _code_of(reason), _LAST_WORDS_S)
     except UserError:
         raise
     except Exception:
@@ -219,14 +218,19 @@ def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int
         signals.told = lambda: view.note("stopping after this batch, with a checkpoint; once more stops at once")
         host = hosts.index if hosts is not None and hosts.count > 1 else None
         profile = _profile(options, run, host, view.note)
-        outcome = lockstep.train(options.config, run, view, options.base, hosts, profile)
-    if not speaks:
-        return 0 if outcome.finished else _stopped(signals, hosts)
-    if not outcome.finished:
+        try:
+            outcome = lockstep.train(options.config, run, view, options.base, hosts, profile)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(signals.asked) from stop
+    if speaks and outcome.finished:
+        print(f"finished {run} at version {outcome.version}; report: {report.write([run])}", flush=True)
+    elif speaks:
         print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
-        return _stopped(signals, hosts)
-    print(f"finished {run} at version {outcome.version}; report: {report.write([run])}")
-    return 0
+    # All end together: at the end of a process JAX does not let it wait long for the others.
+    asked = [signals.asked] if hosts is None else hosts.gather("the end", signals.asked)
+    if outcome.finished:
+        return 0
+    return STOPPED if "SIGINT" in asked else PREEMPTED  # as a Ctrl-C on any host is no reason to start again
 
 
 def _profile(options: TrainOptions, run: str, host: int | None, say: Callable[[str], None]) -> "Profile | None":
@@ -243,10 +247,8 @@ def _profile(options: TrainOptions, run: str, host: int | None, say: Callable[[s
     return Profile(versions, directory if host is None else directory / f"host-{host}", say)
 
 
-def _stopped(signals: "StopSignals", hosts: "Hosts | None") -> int:
-    """The exit code of all hosts: of Ctrl-C where any had one, so that none is started again."""
-    asked = [signals.asked] if hosts is None else hosts.gather("the signal", signals.asked)
-    return STOPPED if "SIGINT" in asked else PREEMPTED
+def _code_of(stop: KeyboardInterrupt) -> int:
+    return PREEMPTED if stop.args == ("SIGTERM",) else STOPPED
 
 
 def plan(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from m2po_jax import __version__
 from m2po_jax.config import Config, ModelConfig, UserError
 from m2po_jax.config_json import flatten
 from m2po_jax.evaluation import HeldOut
@@ -88,6 +89,7 @@ class Lockstep:
         self.optimizer = make_optimizer(config.learner)
         self.score = make_score(self.spec)
         self.reference: Any = None
+        self.saved: int | None = None
         steps = jnp.arange(config.learner.total_updates)
         self.learning_rates = np.asarray(jax.vmap(learning_rate_schedule(config.learner))(steps))
         self.abstract_params: Any = jax.eval_shape(self.model.init_params, jax.random.key(0))
@@ -182,7 +184,9 @@ class Lockstep:
                 if version % learner.checkpoint_every == 0:
                     self._checkpoint(checkpoints, log, state, version)
                 self.progress.update(version, learner.total_updates, log.latest)
-            self._checkpoint(checkpoints, log, state, version)
+            if version != self.saved:
+                self._checkpoint(checkpoints, log, state, version)
+            self.publisher.wait()
             checkpoints.wait()
         finally:
             if self.profile:
@@ -212,6 +216,7 @@ class Lockstep:
         if cursor != self._cursor(version):
             raise UserError(f"checkpoint {version} of {self.store.url} was at {cursor}, not at {self._cursor(version)}")
         self.progress.note(f"resumed from checkpoint {version}")
+        self.saved = version
         return state
 
     def _batch(self, log: MetricsLog, state: TrainState, version: int) -> TrainState:
@@ -303,6 +308,7 @@ class Lockstep:
         log.flush(version)
         with self.speed.doing(speed.CHECKPOINT):
             checkpoints.save(state, self._cursor(version))
+            self.saved = version
         if whole is not None and self.hosts.first:
             self._retire(whole)
 
@@ -369,7 +375,8 @@ def train(
     """
     hosts = hosts or Hosts()
     with hosts.together():
-        hosts.agree("configuration", flatten(config) | {"run": run, "base": base})
+        versions = {"m2po_jax": __version__, "jax": jax.__version__}
+        hosts.agree("configuration", flatten(config) | {"run": run, "base": base} | versions)
         _check_base(config, run, base)
         with _opened(config, run, progress, hosts, profile) as lockstep:
             lockstep.base_policy(base)

@@ -84,11 +84,13 @@ class Feed:
         """
         wanted = self._units(version)
         behavior_version, batch = self.cursor(version)
+        found = self._read_ahead(version)
         for _ in range(_ATTEMPTS):
             self._make(wanted)
-            shards, digests = self._verified(version, wanted)
+            shards, digests = self._verified(found or self._read([wanted[i] for i in self._needed]), wanted)
             if None not in digests:
                 break
+            found = None
         else:
             bad = wanted[digests.index(None)]
             raise UserError(
@@ -120,16 +122,18 @@ class Feed:
             try:
                 found[unit] = read_shard(self._store, unit, self._expected(unit.version))
             except BadShard as bad:
+                self._note(f"bad shard {bad}; making its unit again")
                 found[unit] = bad
         return found
 
-    def _verified(self, version: int, wanted: Sequence[UnitId]) -> tuple[list[Shard], list[str | None]]:
-        """This host's shards of a batch, and the digests of all of them; None where one is bad."""
-        mine = [wanted[i] for i in self._needed]
+    def _read_ahead(self, version: int) -> _Found | None:
+        """What was read ahead of a batch, if all of it is good."""
         ahead = self._ahead.pop(version, None)
-        found = self._read(mine) if ahead is None else ahead.result()
-        for bad in (value for value in found.values() if isinstance(value, BadShard)):
-            self._note(f"bad shard {bad}; making its unit again")
+        found = None if ahead is None else ahead.result()
+        return found if found and all(isinstance(value, Shard) for value in found.values()) else None
+
+    def _verified(self, found: _Found, wanted: Sequence[UnitId]) -> tuple[list[Shard], list[str | None]]:
+        """This host's shards of a batch, and the digests of all of them; None where one is bad."""
         shards = {unit: value for unit, value in found.items() if isinstance(value, Shard)}
         said = {
             str(i): shards[unit].digest if unit in shards else None for i, unit in enumerate(wanted) if unit in found

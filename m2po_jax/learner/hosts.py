@@ -7,6 +7,7 @@ ends: when a host dies, JAX ends the others within `HEARTBEAT_S`.
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,11 @@ HEARTBEAT_S = 30
 """A host that has said nothing for so long is lost, and the job with it."""
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _CONNECT_S = 300
-_LEAVE_S = 20
+_LEAVE_S = 120
+"""What a host that goes wrong waits for the others to hear of it; then it leaves, and JAX ends them."""
+_LOST = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED", "Gloo", "heartbeat", "oordination", "Barrier")
+"""In what JAX says where another host is the cause."""
+_TOLD = "m2po-told"
 
 
 class LostHost(Exception):
@@ -82,18 +87,18 @@ class Hosts:
             if refused.code:
                 self._tell(error="its command line was refused")
             raise
-        except jax.errors.JaxRuntimeError as error:
-            if self.count > 1:
-                raise LostHost(_first_line(error)) from error
-            raise
         except Exception as error:
+            is_lost = isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in _LOST)
+            if is_lost and self.count > 1:
+                raise LostHost(_first_line(error)) from error
             self._tell(failure=f"{type(error).__name__}: {_first_line(error)}")
             raise
 
     def _tell(self, **said: str) -> None:
         """Say, where the others come next, what keeps this host from coming."""
         if self.count > 1:
-            with contextlib.suppress(LostHost, UserError):
+            with contextlib.suppress(LostHost, UserError, jax.errors.JaxRuntimeError):
+                self._client.key_value_set(f"{_TOLD}/{self.index}", json.dumps(said))
                 self._gather({"what": "what went wrong", **said}, _LEAVE_S)
 
     def _gather(self, said: dict[str, Any], patience_s: float) -> list[Any]:
@@ -109,16 +114,23 @@ class Hosts:
             if self._calls > 1:
                 client.key_value_delete(f"m2po/{self._calls - 2:09d}/{self.index}")
         except jax.errors.JaxRuntimeError as error:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # a host may have gone that could not wait longer
+                self._raise_told(client.key_value_dir_get(_TOLD))
             raise LostHost(f"waiting for {said['what']}: {_first_line(error)}") from error
         answers = [heard[index] for index in range(self.count)]
-        for index, answer in enumerate(answers):
-            if "error" in answer and index != self.index:
-                raise _Told(f"host {index}: {answer['error']}")
-            if "failure" in answer and index != self.index:
-                raise LostHost(f"host {index}: {answer['failure']}")
+        self._raise_told([(str(index), json.dumps(answer)) for index, answer in enumerate(answers)])
         if "value" in said and len({answer["what"] for answer in answers}) > 1:
             raise RuntimeError(f"the hosts have come apart: {[answer['what'] for answer in answers]}")
         return [answer.get("value") for answer in answers]
+
+    def _raise_told(self, told: list[tuple[str, str]]) -> None:
+        """Raise what another host says that it met, of (key that ends in its number, what it said)."""
+        for key, text in told:
+            index, answer = int(key.rsplit("/", 1)[-1]), json.loads(text)
+            if index != self.index and "error" in answer:
+                raise _Told(f"host {index}: {answer['error']}")
+            if index != self.index and "failure" in answer:
+                raise LostHost(f"host {index}: {answer['failure']}")
 
 
 def connect() -> None:
@@ -127,23 +139,27 @@ def connect() -> None:
     Those are JAX_COORDINATOR_ADDRESS (host:port of host 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID. Before anything else
     asks JAX for its devices.
 
+    When the others do not come within five minutes, JAX ends the process.
+
     Raises:
-        UserError: the hosts are not described, or do not come within five minutes.
+        UserError: the hosts are not described.
     """
     given = [os.environ.get(name) for name in _VARIABLES]
     # Its handler would take SIGTERM away from ours.
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {"heartbeat_timeout_seconds": HEARTBEAT_S, "shutdown_timeout_seconds": HEARTBEAT_S}
-    options["initialization_timeout"] = _CONNECT_S
+    options["initialization_timeout"], waiting = _CONNECT_S, "found by JAX"
     if all(given):
         count, index = _whole(1), _whole(2)
         if not index < count:
             raise UserError(f"{_VARIABLES[2]} is {index}: with {_VARIABLES[1]} {count} use 0 to {count - 1}")
         options |= {"coordinator_address": given[0], "num_processes": count, "process_id": index}
         options["cluster_detection_method"] = "deactivate"
+        waiting = f"host {index} of {count}, at {given[0]}"
     elif any(given):
         lacking = ", ".join(name for name, value in zip(_VARIABLES, given, strict=True) if not value)
         raise UserError(f"{lacking} is not set: a job of several hosts needs {', '.join(_VARIABLES)} on each")
+    print(f"m2po: joining the hosts of this job ({waiting}); waits five minutes at most", file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(**options)
     except (jax.errors.JaxRuntimeError, ValueError, RuntimeError, OSError) as error:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from m2po_jax.config import ConfigError, MeshConfig
@@ -17,6 +18,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of (data, fsdp, tensor) with Auto axes over all of `devices`.
 
     By default those are JAX's, or, with `mesh.data` set, and in one process, as many of them as are asked for.
+    Neighbours in the mesh are neighbours in a TPU slice as far as its shape allows. Of several slices, which are joined
+    by a slower network, each has copies of its own.
 
     Raises:
         ConfigError: the devices do not divide into the parts asked for.
@@ -35,9 +38,25 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"mesh.data {config.data} times mesh.fsdp {config.fsdp} times mesh.tensor {config.tensor} is not"
             f" {len(devices)}, the number of devices: leave mesh.data out, or use {count}"
         )
-    return jax.make_mesh(
-        (count, config.fsdp, config.tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    shape = count, config.fsdp, config.tensor
+    return Mesh(_arranged(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _arranged(shape: tuple[int, int, int], devices: Sequence[Any]) -> np.ndarray:
+    """Devices as an array of this shape."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if shape[0] % slices:
+        raise ConfigError(f"mesh.data is {shape[0]} on {slices} slices: each has copies of its own, so use a multiple")
+    try:
+        if slices == 1:
+            return mesh_utils.create_device_mesh(shape, list(devices), allow_split_physical_axes=True)
+        each, across = (shape[0] // slices, *shape[1:]), (slices, 1, 1)
+        return mesh_utils.create_hybrid_device_mesh(each, across, list(devices), allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"a mesh of data {shape[0]}, fsdp {shape[1]} and tensor {shape[2]} does not fit the shape of the slice"
+            f" ({(str(error).splitlines() or ['no arrangement'])[0][:120]}): use other sizes"
+        ) from error
 
 
 def require_rows(rows: int, name: str, mesh: Mesh) -> None:

@@ -156,3 +156,20 @@ def test_a_batch_made_again_with_other_content_keeps_both_records(store):
     assert second.shards != first.shards
     assert read_batch_record(store, 0) == second
     assert notes == ["batch 0 was made again with other content; its record keeps both"]
+
+
+def test_what_is_bad_is_said_before_it_is_made_again(store):
+    said: list[str] = []
+    maker = Maker(store)
+    feed_of(store, make=maker).take(0)
+    damage(store, units(0, 0, 2)[1])
+
+    def make(wanted):
+        said.append("made" if any(not store.exists(shard_path(unit)) for unit in wanted) else "there")
+        maker(wanted)
+
+    feed = feed_of(store, make=make, notes=said)
+    feed.read_ahead(0)
+    feed.take(0)
+    assert [line.split(" ")[0] for line in said] == ["bad", "made"]
+    feed.close()

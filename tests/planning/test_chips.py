@@ -4,8 +4,9 @@ import importlib.util
 
 import pytest
 
-from m2po_jax.config import UserError
+from m2po_jax.config import ConfigError, MeshConfig, UserError
 from m2po_jax.models.chips import chip_of
+from m2po_jax.models.mesh import make_mesh
 from m2po_jax.planning import chips
 
 
@@ -53,3 +54,25 @@ def test_every_chip_has_a_source_and_slices_in_order():
         counts = [chips.chips_in(shape) for shape in chips.SLICES[name]]
         assert counts == sorted(counts)
         assert all(shape.count("x") == chip.dimensions - 1 for shape in chips.SLICES[name])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("mesh", [MeshConfig(fsdp=2, tensor=2), MeshConfig(fsdp=16), MeshConfig(tensor=2)])
+def test_meshes_that_do_not_follow_the_shape_of_a_slice_are_made(mesh):
+    devices = chips.topology("v6e:4x8").devices
+    made = make_mesh(mesh, devices)
+    assert dict(made.shape) == {"data": 32 // mesh.fsdp // mesh.tensor, "fsdp": mesh.fsdp, "tensor": mesh.tensor}
+    assert {device.id for device in made.devices.flat} == {device.id for device in devices}
+
+
+@pytest.mark.tpu
+def test_each_of_several_slices_has_copies_of_its_own():
+    from jax.experimental import topologies
+
+    chips.topology("v5e:2x4")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4", num_slices=2).devices
+    made = make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    for copy in made.devices:
+        assert len({device.slice_index for device in copy.flat}) == 1
+    with pytest.raises(ConfigError, match="mesh.data is 1 on 2 slices"):
+        make_mesh(MeshConfig(fsdp=16), devices)
