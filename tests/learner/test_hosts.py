@@ -12,16 +12,8 @@ from tests.learner.test_packed import assert_same, expected
 from tests.several_hosts import Job
 
 WANTED = (
-    "8x1x1:1",
-    "1x8x1:4",
-    "2x2x2:2",
-    "1x2x4:1",
-    "8x1x1:2:packed",
-    "1x8x1:1:packed",
-    "2x2x2:4:packed",
-    "8x1x1:1:scattered",
-    "8x1x1:2:packed:scattered",
-)
+    "8x1x1:1", "1x8x1:4", "1x2x4:1", "8x1x1:2:packed", "2x2x2:4:packed", "8x1x1:2:packed:scattered",
+)  # fmt: skip
 
 
 def test_one_host_is_a_job_too():

@@ -4,7 +4,6 @@ Each packs and places only its own responses; scattered, as on slices, those are
 The first writes what each update took off the parameters, and its metrics, to FOLDER.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -65,5 +64,3 @@ def main(folder: str, *wanted: str) -> None:
 if __name__ == "__main__":
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)
