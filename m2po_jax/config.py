@@ -426,6 +426,11 @@ class Config:
             f" task.max_operands {self.task.max_operands}: use {needed} or more",
         )
 
+    @property
+    def mini_batch_rows(self) -> int:
+        """Responses of one model update, all hosts together."""
+        return self.rollouts.prompts_per_batch * self.rollouts.group_size // self.learner.updates_per_batch
+
 
 def to_json(config: Config, run_id: str) -> str:
     """The resolved configuration with run id and package version, as the text of `config.json`."""

@@ -104,9 +104,6 @@ class Lockstep:
             "updates_per_batch": config.learner.updates_per_batch,
             "publish_every": config.learner.publish_interval,
         }
-        self.mini_batch_rows = (
-            config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
-        )
         self.feed = Feed(store, config, hosts, self._rows(), self._make, self._expected, progress.note)
         cut = (1, 1) if mesh is None else (row_parts(mesh), row_shares(mesh))
         self.packing = packing_of(config, task.max_prompt_tokens, *cut)
@@ -114,7 +111,7 @@ class Lockstep:
 
     def _rows(self) -> np.ndarray:
         """Rows of a batch that this host needs: its own of each mini-batch."""
-        size = self.mini_batch_rows
+        size = self.config.mini_batch_rows
         own = np.arange(size) if self.mesh is None else local_rows(self.mesh, size)
         return np.concatenate([start + own for start in range(0, size * self.config.learner.updates_per_batch, size)])
 
@@ -441,9 +438,8 @@ def _mesh(config: Config, model: Transformer) -> Mesh | None:
     if mesh.size == 1:
         return None
     sharding.shardings(_sized(model), mesh)
-    responses = config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
-    require_rows(responses, "responses of a mini-batch", mesh)
-    require_rows(-(-responses // config.learner.micro_batches), "responses of a micro-batch", mesh)
+    require_rows(config.mini_batch_rows, "responses of a mini-batch", mesh)
+    require_rows(-(-config.mini_batch_rows // config.learner.micro_batches), "responses of a micro-batch", mesh)
     return mesh
 
 

@@ -23,7 +23,6 @@ from m2po_jax.models.chips import CHIPS, GiB
 from m2po_jax.models.parameters import size
 from m2po_jax.planning.chips import SLICES, chips_in
 from m2po_jax.planning.formulas import update_flops
-from m2po_jax.planning.programs import mini_batch_rows
 from m2po_jax.planning.storage import parameters
 
 PLANS = Path(__file__).parents[1] / "plans.py"
@@ -134,13 +133,13 @@ def seconds(config: Config, chip: str, setting: Setting) -> float:
 
 
 def micro_batches(config: Config, setting: Setting) -> int:
-    return mini_batch_rows(config) // (setting.rows * setting.fsdp)
+    return config.mini_batch_rows // (setting.rows * setting.fsdp)
 
 
 def divides(config: Config, setting: Setting) -> bool:
     model = config.model
     heads = all(size(model, letter) % setting.tensor == 0 for letter in "HKFV")
-    return heads and model.width % setting.fsdp == 0 and mini_batch_rows(config) % (setting.rows * setting.fsdp) == 0
+    return heads and model.width % setting.fsdp == 0 and config.mini_batch_rows % (setting.rows * setting.fsdp) == 0
 
 
 def fits(config: Config, chip: str, setting: Setting) -> bool:

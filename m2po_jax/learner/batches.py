@@ -18,7 +18,7 @@ def packing_of(config: Config, max_prompt_tokens: int, row_parts: int = 1, parts
     return Packing(
         width=row_width(max_prompt_tokens + config.sampling.max_new_tokens),
         response_width=config.sampling.max_new_tokens,
-        responses=config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch,
+        responses=config.mini_batch_rows,
         micro_batches=config.learner.micro_batches,
         row_parts=row_parts,
         parts=parts,

@@ -117,10 +117,12 @@ class Feed:
         return units(*self.cursor(version), self._config.rollouts.units_per_batch)
 
     def _read(self, wanted: Sequence[UnitId]) -> _Found:
+        """Shards, all of one version, as they are."""
         found: _Found = {}
+        expected = self._expected(wanted[0].version)
         for unit in wanted:
             try:
-                found[unit] = read_shard(self._store, unit, self._expected(unit.version))
+                found[unit] = read_shard(self._store, unit, expected)
             except BadShard as bad:
                 self._note(f"bad shard {bad}; making its unit again")
                 found[unit] = bad

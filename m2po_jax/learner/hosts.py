@@ -76,9 +76,7 @@ class Hosts:
         """Around all that the hosts do: tells the error of one to the others, and says in a line that one is lost."""
         try:
             yield
-        except _Told:
-            raise
-        except LostHost:
+        except (_Told, LostHost):
             raise
         except UserError as error:
             self._tell(error=str(error))
@@ -108,25 +106,28 @@ class Hosts:
         try:
             client.key_value_set(f"{room}/{self.index}", json.dumps(said))
             client.wait_at_barrier(room, int(patience_s * 1000))
-            heard = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in client.key_value_dir_get(room)}
+            heard = self._said_in(room)
             if any("value" not in answer for answer in heard.values()):
                 client.wait_at_barrier(f"{room}/heard", _LEAVE_S * 1000)  # host 0 must not leave before
             if self._calls > 1:
                 client.key_value_delete(f"m2po/{self._calls - 2:09d}/{self.index}")
         except jax.errors.JaxRuntimeError as error:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a host may have gone that could not wait longer
-                self._raise_told(client.key_value_dir_get(_TOLD))
+                self._raise_told(self._said_in(_TOLD))
             raise LostHost(f"waiting for {said['what']}: {_first_line(error)}") from error
+        self._raise_told(heard)
         answers = [heard[index] for index in range(self.count)]
-        self._raise_told([(str(index), json.dumps(answer)) for index, answer in enumerate(answers)])
         if "value" in said and len({answer["what"] for answer in answers}) > 1:
             raise RuntimeError(f"the hosts have come apart: {[answer['what'] for answer in answers]}")
         return [answer.get("value") for answer in answers]
 
-    def _raise_told(self, told: list[tuple[str, str]]) -> None:
-        """Raise what another host says that it met, of (key that ends in its number, what it said)."""
-        for key, text in told:
-            index, answer = int(key.rsplit("/", 1)[-1]), json.loads(text)
+    def _said_in(self, room: str) -> dict[int, dict[str, Any]]:
+        """What each host has said there, by its number."""
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in self._client.key_value_dir_get(room)}
+
+    def _raise_told(self, heard: dict[int, dict[str, Any]]) -> None:
+        """Raise what another host says that it met."""
+        for index, answer in heard.items():
             if index != self.index and "error" in answer:
                 raise _Told(f"host {index}: {answer['error']}")
             if index != self.index and "failure" in answer:

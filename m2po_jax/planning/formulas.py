@@ -6,7 +6,7 @@ from m2po_jax.config import Config, ModelConfig
 from m2po_jax.learner.spec import objective_of
 from m2po_jax.models import flops
 from m2po_jax.models.flops import Forward, Work
-from m2po_jax.planning.programs import mini_batch_rows, row_widths
+from m2po_jax.planning.programs import row_widths
 
 KERNEL_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of queries times keys times head_dim in each kernel of splash attention: both gradients repeat scores."""
@@ -36,7 +36,7 @@ def update_flops(config: Config, kernels: bool) -> UpdateFlops:
     Args:
         kernels: attention runs in those of TPUs, which skip the keys after a query.
     """
-    rows, (length, scored) = mini_batch_rows(config), row_widths(config)
+    rows, (length, scored) = config.mini_batch_rows, row_widths(config)
     real = forward_flops(config.model, rows, config.task.max_prompt_tokens, config.sampling.max_new_tokens)
     forward = forward_flops(config.model, rows, length - scored, scored)
     first = config.learner.micro_batches > 1 and objective_of(config).needs_whole_batch

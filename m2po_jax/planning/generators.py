@@ -1,14 +1,14 @@
 """Where a run's generators may stand: a slice of their own, with copies of the policy cut over heads."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from m2po_jax.config import Config, ConfigError
 from m2po_jax.models import sharding
-from m2po_jax.models.parameters import Parameter, leaf, size, table, tree
+from m2po_jax.models.parameters import size
 from m2po_jax.planning.chips import SLICES, Chip, chips_in
 from m2po_jax.planning.storage import parameters
 
@@ -45,13 +45,8 @@ def require_copies(config: Config, topology: str, chips: int) -> None:
 
 def abstract_published(config: Config, mesh: Mesh) -> Any:
     """The parameters as generators read them, as shapes with their shardings: matrices bfloat16, vectors float32."""
-    where = sharding.shardings(config.model, mesh)
-
-    def of(row: Parameter) -> jax.ShapeDtypeStruct:
-        dtype = "bfloat16" if len(row.stored_axes) > 1 else "float32"
-        return jax.ShapeDtypeStruct(row.shape(config.model), dtype, sharding=leaf(where, row))
-
-    return tree({row: of(row) for row in table(config.model)})
+    abstract = sharding.abstract_params(config.model, mesh)
+    return sharding.published(abstract, replace(config.model, compute_dtype="bfloat16"))
 
 
 def _held(config: Config, chips: int) -> float:

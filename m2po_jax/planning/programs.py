@@ -63,14 +63,9 @@ def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         )
 
 
-def mini_batch_rows(config: Config) -> int:
-    """Responses in one mini-batch, hence in one model update."""
-    return config.rollouts.prompts_per_batch * config.rollouts.group_size // config.learner.updates_per_batch
-
-
 def micro_batch_rows(config: Config) -> int:
     """Responses whose activations are held at a time, over all devices."""
-    return -(-mini_batch_rows(config) // config.learner.micro_batches)
+    return -(-config.mini_batch_rows // config.learner.micro_batches)
 
 
 def abstract_params(config: Config, mesh: Mesh) -> Any:
@@ -94,7 +89,7 @@ def row_widths(config: Config) -> tuple[int, int]:
 
 def abstract_batch(config: Config, mesh: Mesh, objective: Objective) -> MiniBatch:
     """One mini-batch whose rows are cut over the mesh, at its largest: every response of full length, a row each."""
-    count, rows = mini_batch_rows(config), batch_sharding(mesh)
+    count, rows = config.mini_batch_rows, batch_sharding(mesh)
 
     def of(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=rows)

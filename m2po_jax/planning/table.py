@@ -7,6 +7,7 @@ from typing import Any
 from m2po_jax import __version__
 from m2po_jax.models.chips import GiB
 from m2po_jax.planning.plan import MASK_PASSES, Plan, ProgramPlan
+from m2po_jax.planning.programs import micro_batch_rows
 
 MOST_SHARE = 0.9
 """Share of HBM above which a plan is called tight."""
@@ -164,7 +165,7 @@ def _advice(plan: Plan, program: ProgramPlan) -> str:
     elif held < memory.hbm:
         if config.model.remat != "full":
             ways.append("keep less for the backward pass (--model.remat full)")
-        rows = _micro_rows(plan)
+        rows = micro_batch_rows(plan.config)
         if rows > parts:
             ways.append(f"use more micro-batches (--learner.micro-batches {2 * config.learner.micro_batches})")
         else:
@@ -172,12 +173,6 @@ def _advice(plan: Plan, program: ProgramPlan) -> str:
     else:
         ways.append("parameters and optimiser alone are too large")
     return "; ".join([*ways, "or take a larger slice"])
-
-
-def _micro_rows(plan: Plan) -> int:
-    rollouts, learner = plan.config.rollouts, plan.config.learner
-    rows = rollouts.prompts_per_batch * rollouts.group_size // learner.updates_per_batch
-    return -(-rows // learner.micro_batches)
 
 
 def _si(number: float) -> str:

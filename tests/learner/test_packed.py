@@ -14,8 +14,8 @@ from m2po_jax.learner.state import init_state, shardings_of
 from m2po_jax.learner.update import MiniBatch, loss_and_gradient, make_score, make_update
 from m2po_jax.models import sharding
 from m2po_jax.models.mesh import make_mesh
-from tests.learner import batches
-from tests.learner.test_invariance import EXACT, jitted, norm
+from tests.learner import batches, test_invariance
+from tests.learner.test_invariance import jitted
 from tests.learner.test_mesh import MESHES, placed, policy
 from tests.models import policies
 
@@ -78,15 +78,7 @@ def gradient(objective: str, batch: MiniBatch, micro_batches: int = 1, **told):
     return jax.device_get(jitted(placed(None), spec, batch))
 
 
-def assert_same(found, wanted):
-    assert norm(wanted[1]) > 1e-3
-    assert norm(jax.tree.map(np.subtract, found[1], wanted[1])) <= 1e-5 * norm(wanted[1])
-    assert found[2].keys() == wanted[2].keys()
-    for key, value in wanted[2].items():
-        if key in EXACT:
-            np.testing.assert_array_equal(found[2][key], value, err_msg=key)
-        else:
-            np.testing.assert_allclose(found[2][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+assert_same = functools.partial(test_invariance.assert_same, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_the_train_state_lies_where_its_parameters_lie(devices):
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_planned_mini_batch_is_that_of_responses_of_full_length(devices, packing):
     config = replace(SMALL, learner=replace(SMALL.learner, packing=packing))
-    rows, prompt, response = programs.mini_batch_rows(config), 128, 128
+    rows, prompt, response = config.mini_batch_rows, 128, 128
     full = Rollouts(
         np.ones((rows, prompt), np.int32), np.full(rows, prompt, np.int32), np.ones((rows, response), np.int32),
         np.full(rows, response, np.int32), np.zeros((rows, response), np.float32), None, np.zeros(rows, np.float32),
