@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,28 +16,6 @@ from m2po_jax.analysis.figures import sparkline
 
 _LINES_A_RUN = 16
 _SILENCE_S = 30.0
-
-
-class Progress(Protocol):
-    """What a trainer tells whoever watches it, and asks back: whether to stop."""
-
-    def note(self, message: str) -> None:
-        """One line worth reading."""
-
-    def doing(self, what: str) -> None:
-        """What the trainer is at, until it says something else."""
-
-    def warm_start(self, step: int, accuracy: float, target: float) -> None:
-        """A check of the warm start."""
-
-    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
-        """A batch is done; `metrics` are those of the newest update that was fetched."""
-
-    def evaluation(self, version: int, accuracy: float) -> None:
-        """A held-out accuracy."""
-
-    def stopping(self) -> bool:
-        """Whether someone asked to stop after this batch."""
 
 
 class StopSignals:

@@ -268,7 +268,7 @@ def _overview(report: InspectReport) -> Table:
     rows = {
         "run": f"{escape(report.path)}  (id {report.run_id}, m2po-jax {escape(run.package_version)})",
         "arm": f"{config.name}, seed {config.seed}: {config.objective.name}{f' ({given})' if given else ''}",
-        "staleness": f"{config.staleness.policy}({config.staleness.k}), {config.learner.updates_per_batch} updates"
+        "staleness": f"{config.staleness}, {config.learner.updates_per_batch} updates"
         f" a batch of {config.rollouts.prompts_per_batch} x {config.rollouts.group_size}",
         "learner": f"{run.progress:,} of {total:,} updates, {state}; {report.records:,} batches recorded",
         "accuracy": _curve(run.evaluations["accuracy"].to_numpy(float)),

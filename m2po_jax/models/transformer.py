@@ -5,6 +5,7 @@ V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth 
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -162,6 +163,11 @@ class Transformer(nn.Module):
         if rows is not None and ids is not None and rows < ids:
             raise ConfigError(f"model.vocab_size {rows} is below the tokenizer's {ids} ids")
         return cast(int, ids if rows is None else rows)
+
+    @property
+    def sized(self) -> ModelConfig:
+        """The configuration with the vocabulary written in."""
+        return replace(self.config, vocab_size=self.vocab_size)
 
     def require_room(self, tokens: int) -> None:
         """Raises UserError if a sequence of this many tokens, prompt and response together, is over the context."""
