@@ -166,3 +166,50 @@ class RunView:
         self._spoke = time.monotonic()
         if not self._bars.console.is_terminal:
             self.note(message)
+
+
+class GeneratorView:
+    """One generator's bar: how far the learner is, and what this generator does."""
+
+    def __init__(self, drawn: Bars, signals: StopSignals):
+        """Draws among the `drawn` bars."""
+        self._bars, self._signals = drawn, signals
+        self._task = drawn.add_task("generator", total=None, facts="starting")
+        self._spoke, self._made = float("-inf"), "made no units"
+
+    @property
+    def summary(self) -> str:
+        """What was made, in a few words."""
+        return self._made
+
+    def note(self, message: str) -> None:
+        """One line above the bar."""
+        self._bars.console.print(f"generator: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def unit(self, position: int, total: int, facts: dict[str, Any]) -> None:
+        """A unit was made."""
+        twice = f", {facts['units_twice']} of them made twice" if facts["units_twice"] else ""
+        self._made = f"made {facts['units_made']:,} units{twice}"
+        text = (
+            f"version {facts['behavior_version']}  lag {facts['lag']}  reward {facts['reward_mean']:.2f}"
+            f"  {facts['tokens_per_s']:,.0f} tokens/s"
+        )
+        if "slot_occupancy" in facts:
+            text += f"  slots {facts['slot_occupancy']:.0%}"
+        if "mismatch_mean" in facts:
+            text += f"  mismatch {facts['mismatch_mean']:.1e}"
+        self._show(position, total, f"{text}  {self._made}")
+
+    def waiting(self, position: int, total: int, what: str) -> None:
+        """Nothing is to be made now."""
+        self._show(position, total, f"{what}  {self._made}")
+
+    def stopping(self) -> bool:
+        """Whether a signal asked to stop."""
+        return self._signals.asked is not None
+
+    def _show(self, position: int, total: int, facts: str) -> None:
+        self._bars.update(self._task, completed=position, total=total, facts=facts)
+        if not self._bars.console.is_terminal and time.monotonic() - self._spoke > _SILENCE_S:
+            self._spoke = time.monotonic()
+            self.note(f"learner at {position}/{total}  {facts}")

@@ -11,7 +11,6 @@ from m2po_jax import catalog
 from m2po_jax.config import Config, MeshConfig, UserError
 from m2po_jax.generation import Generator, Worker
 from m2po_jax.generation.worker import GeneratorWatcher, Poll
-from m2po_jax.learner import speed
 from m2po_jax.learner.feed import Supply
 from m2po_jax.learner.hosts import Hosts
 from m2po_jax.learner.loop import Learner, Outcome, Watcher
@@ -135,7 +134,7 @@ def _waiting(learner: Learner, offline: bool, poll: Poll) -> Supply:
         shelf.look(unit.version for units in lacking for unit in units)
         shelf.drop_below(min(unit.version for units in options for unit in units))
         found = [shelf.first(units) for units in options]
-        return [unit and [unit.version, unit.batch, unit.unit] for unit in found]
+        return [None if unit is None else [unit.version, unit.batch, unit.unit] for unit in found]
 
     def supply(options: Sequence[tuple[UnitId, ...]]) -> tuple[UnitId, ...] | None:
         since, told = time.monotonic(), False
@@ -157,8 +156,7 @@ def _waiting(learner: Learner, offline: bool, poll: Poll) -> Supply:
                     f"still waiting for {shard_path(missing[0])}: is a generator running?  m2po generate {store.url}"
                 )
                 told = True
-            with learner.speed.doing(speed.GENERATE):
-                time.sleep(pause_s)
+            time.sleep(pause_s)
         return None
 
     return supply

@@ -14,7 +14,7 @@ LEVELS = (
     {"config", "config_json"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
-    {"cli", "lockstep", "opening", "services", "sweep", "exporting", "catalog", "progress", "__main__"},
+    {"cli", "cli_training", "lockstep", "opening", "services", "sweep", "exporting", "catalog", "progress", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 BANNED_PAIRS = {
