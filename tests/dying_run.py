@@ -26,10 +26,10 @@ POINTS = {
     "between weights and LATEST": ("m2po_jax.rollouts.weights:_point_latest", "before"),
     "between the shards of a batch": ("m2po_jax.generation.service:write_shard", "after"),
     "after a batch record": ("m2po_jax.learner.feed:write_batch_record", "after"),
-    "between the updates of a batch": ("m2po_jax.lockstep:Lockstep._facts", "after"),
-    "between metrics and checkpoint": ("m2po_jax.lockstep:Checkpoints.save", "before"),
-    "while a checkpoint is written": ("m2po_jax.lockstep:Checkpoints.save", "after"),
-    "before weights are retired": ("m2po_jax.lockstep:Lockstep._retire", "before"),
+    "between the updates of a batch": ("m2po_jax.learner.loop:Learner._facts", "after"),
+    "between metrics and checkpoint": ("m2po_jax.learner.loop:Checkpoints.save", "before"),
+    "while a checkpoint is written": ("m2po_jax.learner.loop:Checkpoints.save", "after"),
+    "before weights are retired": ("m2po_jax.learner.loop:Learner._retire", "before"),
     "while weights are retired": ("m2po_jax.rollouts.store:shutil.rmtree", "before"),
 }
 """Name -> the function that is interrupted, and when. Several points are arrived at for each version or unit."""

@@ -74,7 +74,7 @@ class Feed:
         self._is_all = np.array_equal(self._index, np.arange(len(self._needed) * self._unit_rows))
         self._shard_of_row = rows // self._unit_rows
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="feed")
-        self._ahead: dict[int, tuple[list[UnitId], Future[_Found]]] = {}
+        self._ahead: dict[int, Future[_Found]] = {}
 
     def read_ahead(self, version: int) -> None:
         """Begin to read the batch of a version, if all shards that this host needs of it are there."""
@@ -84,7 +84,7 @@ class Feed:
         )
         units = [unit for unit in chosen if unit is not None]
         if version not in self._ahead and len(units) == len(chosen):
-            self._ahead[version] = units, self._threads.submit(self._read, units, run)
+            self._ahead[version] = self._threads.submit(self._read, units, run)
 
     def take(self, version: int) -> tuple[BatchRecord, Rollouts] | None:
         """The verified rollouts, this host's rows, that the batch at `version` consumes, recorded before they are used.
@@ -97,13 +97,16 @@ class Feed:
         """
         if self._hosts.first:
             write_position(self._store, version)
+        ahead = self._read_ahead(version)  # to its end, so that what it moved aside is made again
         run, options = self._options(version, self._recorded(version))
         for _ in range(_ATTEMPTS):
             wanted = self._supply(options) if run is None else tuple(unit for unit, *_ in options)
             if wanted is None:
                 return None
             mine = [wanted[i] for i in self._needed]
-            shards, digests = self._verified(self._read_ahead(version, mine) or self._read(mine, run), wanted)
+            found = ahead if list(ahead) == mine else self._read(mine, run)
+            ahead = {}
+            shards, digests = self._verified(found, wanted)
             if None not in digests:
                 break
             worst = wanted[digests.index(None)]
@@ -170,13 +173,11 @@ class Feed:
         store, expected = self._others[run]
         return read_foreign_shard(store, unit, expected)
 
-    def _read_ahead(self, version: int, mine: Sequence[UnitId]) -> _Found | None:
-        """What was read ahead of a batch, if it is these units and all of it is good."""
-        units, ahead = self._ahead.pop(version, (None, None))
-        if ahead is None or units != mine:
-            return None
-        found = ahead.result()
-        return found if all(isinstance(value, Shard) for value in found.values()) else None
+    def _read_ahead(self, version: int) -> _Found:
+        """What was read ahead of a batch, if all of it is good."""
+        ahead = self._ahead.pop(version, None)
+        found = ahead.result() if ahead else {}
+        return found if all(isinstance(value, Shard) for value in found.values()) else {}
 
     def _verified(self, found: _Found, wanted: Sequence[UnitId]) -> tuple[list[Shard], list[str | None]]:
         """This host's shards of a batch, and the digests of all of them; None where one is bad."""
