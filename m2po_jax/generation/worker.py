@@ -69,6 +69,7 @@ class Worker:
         self._segment, self._written = 0, time.monotonic()
         self._recent: deque[Made] = deque(maxlen=_RATE_OVER_UNITS)
         self._made = self._twice = 0
+        self._gone: set[int] = set()
 
     def run(self) -> bool:
         """Work until the learner has all it needs (True), or until asked to stop (False)."""
@@ -127,7 +128,9 @@ class Worker:
                 return self._generator.begin(unit)
             except UserError as error:
                 if unit.version not in weights.versions(self._store):
-                    self._watcher.note(f"version {unit.version} has no weights any more: looking again")
+                    if unit.version not in self._gone:
+                        self._watcher.note(f"version {unit.version} has no weights any more: waiting for the learner")
+                    self._gone.add(unit.version)
                     return None
                 if attempt == _WEIGHTS_ATTEMPTS - 1:
                     raise
