@@ -19,7 +19,7 @@ from m2po_jax.config import UserError
 from m2po_jax.progress import hush_closed_loops
 from tests import tiny
 
-CONFIG = tiny.with_learner(tiny.TINY, total_updates=24)
+CONFIG = tiny.with_learner(tiny.TINY, total_updates=40)
 
 POINTS = {
     "before the first weights": ("m2po_jax.rollouts.weights:publish", "before"),
