@@ -10,7 +10,7 @@ import jax
 from m2po_jax import catalog
 from m2po_jax.config import Config, MeshConfig, UserError
 from m2po_jax.generation import Generator, Worker
-from m2po_jax.generation.worker import GeneratorWatcher, Poll
+from m2po_jax.generation.worker import OTHERS_EVERY_S, GeneratorWatcher, Poll
 from m2po_jax.learner.feed import Supply
 from m2po_jax.learner.hosts import Hosts
 from m2po_jax.learner.loop import Learner, Outcome, Watcher
@@ -131,7 +131,8 @@ def _waiting(learner: Learner, offline: bool, poll: Poll) -> Supply:
         again = asked[-1:] == [options]  # what was there was bad, or has gone
         asked[:] = [options]
         lacking = [units for units in options if again or shelf.first(units) is None]
-        shelf.look(unit.version for units in lacking for unit in units)
+        shelf.look({units[0].version for units in lacking})
+        shelf.look({unit.version for units in lacking for unit in units[1:]}, 0.0 if again else OTHERS_EVERY_S)
         shelf.drop_below(min(unit.version for units in options for unit in units))
         found = [shelf.first(units) for units in options]
         return [None if unit is None else [unit.version, unit.batch, unit.unit] for unit in found]

@@ -17,6 +17,8 @@ from m2po_jax.rollouts import Schedule, Shelf, Store, UnitId, read_position, wei
 
 WINDOW_UNITS = 8
 """Workers begin at different ones of so many missing units, so that little is made twice."""
+OTHERS_EVERY_S = 2.0
+"""Where many versions will do, those that are not the best one are looked through no more often."""
 _WEIGHTS_ATTEMPTS = 5
 _LINES_EVERY_S = 30.0
 _RATE_OVER_UNITS = 16
@@ -107,11 +109,12 @@ class Worker:
         looked: set[int] = set()
         for version, sources in self._schedule.needs(position, latest):
             options = [tuple(UnitId(v, b, u) for v, b, _ in sources) for u in range(self._units_per_batch)]
-            versions = {source.version for source in sources} - looked
+            best, *others = (source.version for source in sources)
             # What the learner waits for is looked up each time, as it may have moved a bad shard aside.
             if version == position or any(self._shelf.first(units) is None for units in options):
-                self._shelf.look(versions)
-                looked |= versions
+                self._shelf.look({best} - looked)
+                self._shelf.look(others, OTHERS_EVERY_S)
+                looked.add(best)
             lacking = (units[0] for units in options if self._shelf.first(units) is None)
             missing += [(version, unit) for unit in lacking if unit != begun]
             if len(missing) >= WINDOW_UNITS:

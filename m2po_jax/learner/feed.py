@@ -7,6 +7,7 @@ import numpy as np
 
 from m2po_jax.config import Config, UserError
 from m2po_jax.learner.hosts import Hosts
+from m2po_jax.learner.position import Position
 from m2po_jax.rollouts import (
     BadShard,
     BatchRecord,
@@ -24,7 +25,6 @@ from m2po_jax.rollouts import (
     shard_path,
     supersede_batch_record,
     write_batch_record,
-    write_position,
 )
 
 _ATTEMPTS = 3
@@ -74,6 +74,7 @@ class Feed:
         self._is_all = np.array_equal(self._index, np.arange(len(self._needed) * self._unit_rows))
         self._shard_of_row = rows // self._unit_rows
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="feed")
+        self._position = Position(store)
         self._ahead: dict[int, Future[_Found]] = {}
 
     def read_ahead(self, version: int) -> None:
@@ -96,7 +97,7 @@ class Feed:
             UserError: a shard is bad again and again, or one of another run is; as `Hosts.gather` does.
         """
         if self._hosts.first:
-            write_position(self._store, version)
+            self._position.tell(version)
         ahead = self._read_ahead(version)  # to its end, so that what it moved aside is made again
         run, options = self._options(version, self._recorded(version))
         for _ in range(_ATTEMPTS):
@@ -125,9 +126,15 @@ class Feed:
         """Age at the batch's first update of each row that this host needs, in order, int32 (R,)."""
         return np.array(record.ages, np.int32)[self._shard_of_row]
 
+    def end(self, version: int) -> None:
+        """Tell generators that nothing is consumed at `version` or later."""
+        if self._hosts.first:
+            self._position.tell(version)
+
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead, and have the position written."""
         self._threads.shutdown(cancel_futures=True)
+        self._position.close()
 
     def _options(
         self, version: int, recorded: BatchRecord | None = None

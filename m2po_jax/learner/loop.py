@@ -39,7 +39,6 @@ from m2po_jax.rollouts import (
     Store,
     weights,
     write_diagnostics,
-    write_position,
 )
 from m2po_jax.tasks import Task
 
@@ -194,6 +193,8 @@ class Learner:
                 self._checkpoint(checkpoints, log, state, version)
             self.publisher.wait()
             checkpoints.wait()
+            if version >= learner.total_updates:
+                self.feed.end(version)
         finally:
             if self.profile:
                 self.profile.close()
@@ -202,8 +203,6 @@ class Learner:
             self.publisher.close()
             checkpoints.close()
             log.close()
-        if version >= learner.total_updates and self.hosts.first:
-            write_position(self.store, version)
         return Outcome(version, finished=version >= learner.total_updates)
 
     def _stopping(self) -> bool:

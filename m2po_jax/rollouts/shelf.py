@@ -1,5 +1,7 @@
 """Which work units have a shard: what was seen is remembered, and the rest is found by listing one version's prefix."""
 
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -15,10 +17,18 @@ class Shelf:
         """Knows of none; `look` finds them."""
         self._store = store
         self._units: dict[int, set[UnitId]] = {}
+        self._looked: dict[int, float] = {}
 
-    def look(self, versions: Iterable[int]) -> None:
-        """List the shards of some versions anew, one request a version (and a further one for every 1,000 shards)."""
+    def look(self, versions: Iterable[int], unless_within_s: float = 0.0) -> None:
+        """List the shards of some versions anew, one request a version (and a further one for every 1,000 shards).
+
+        Those that were listed within the last `unless_within_s` seconds are left out.
+        """
+        now = time.monotonic()
         for version in set(versions):
+            if now - self._looked.get(version, -math.inf) < unless_within_s:
+                continue
+            self._looked[version] = now
             found = map(parse_shard_path, self._store.list(rollouts_path(version)))
             self._units[version] = {unit for unit in found if unit is not None}
 
@@ -38,6 +48,7 @@ class Shelf:
         """Forget older versions than this, which nobody asks for any more."""
         for old in [known for known in self._units if known < version]:
             del self._units[old]
+            self._looked.pop(old, None)
 
 
 def whole_batches(store: Store, version: int | None, units_per_batch: int) -> tuple[tuple[int, int], ...]:

@@ -220,7 +220,9 @@ def test_what_was_recorded_is_consumed_again_though_something_newer_is_there(sto
     maker.make(UnitId(0, 2, 0)), maker.make(UnitId(2, 2, 1))
     first = feed_of(store, make=maker, config=AT_MOST).take(4)
     maker.make(UnitId(4, 2, 0)), maker.make(UnitId(4, 2, 1))
-    again = feed_of(store, make=maker, config=AT_MOST).take(4)
+    feed = feed_of(store, make=maker, config=AT_MOST)
+    again = feed.take(4)
+    feed.close()
     assert again[0] == first[0] and again[0].units == (UnitId(0, 2, 0), UnitId(2, 2, 1))
     assert again[1].response_texts == first[1].response_texts
     assert read_position(store) == 4
