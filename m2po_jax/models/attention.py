@@ -21,10 +21,13 @@ def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> A
     Args:
         mask_BTS: bool, True where a query sees a key; a query that sees none gets the mean of all values.
     """
+    return cached_attention(q_BTHd, jnp.swapaxes(k_BSKd, 1, 2), jnp.swapaxes(v_BSKd, 1, 2), mask_BTS)
+
+
+def cached_attention(q_BTHd: Array, k_BKSd: Array, v_BKSd: Array, mask_BTS: Array) -> Array:
+    """`attention` to keys and values that lie as products want them, each head's together."""
     batch, length, _, head_dim = q_BTHd.shape
-    kv_heads = k_BSKd.shape[2]
-    q_BKTGd = jnp.swapaxes(q_BTHd.reshape(batch, length, kv_heads, -1, head_dim), 1, 2)
-    k_BKSd, v_BKSd = jnp.swapaxes(k_BSKd, 1, 2), jnp.swapaxes(v_BSKd, 1, 2)
+    q_BKTGd = jnp.swapaxes(q_BTHd.reshape(batch, length, k_BKSd.shape[1], -1, head_dim), 1, 2)
     chunks = -(-length // QUERY_CHUNK)
     if chunks == 1:
         out_BKTGd = _chunk(q_BKTGd, k_BKSd, v_BKSd, mask_BTS)
