@@ -9,6 +9,7 @@ Axis letters as in `generation.engine`; C is a part of the mesh.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -73,9 +74,9 @@ def first_cache(queue: Queue, each: int, prefilled: AnyCache, ring: int) -> AnyC
     """The cache of `first`: `ring` empty places, then the prompt."""
     prompt_B = jnp.arange(each) // queue.samples
 
-    def begun(prompts: Array) -> Array:
+    def begun(places: int, prompts: Array) -> Array:
         taken = jnp.take(prompts, prompt_B, axis=_rows_axis(prompts))
-        return jnp.pad(taken, [(ring if axis == taken.ndim - 2 else 0, 0) for axis in range(taken.ndim)])
+        return jnp.pad(taken, [(ring if axis == taken.ndim + places else 0, 0) for axis in range(taken.ndim)])
 
     return _on_caches(queue.cut, begun, (prefilled,))
 
@@ -112,10 +113,10 @@ def admitted(
     def can_C(slots: Slots) -> Array:
         return jnp.any(_by_part(queue.cut, ~active(queue, slots)), axis=1) & (slots.next_C < queue.rows)
 
-    def put(cached: Array, prompts: Array, slot_1: Array, prompt_1: Array, real_1: Array) -> Array:
+    def put(places: int, cached: Array, prompts: Array, slot_1: Array, prompt_1: Array, real_1: Array) -> Array:
         axis = _rows_axis(cached)
         prompt = jax.lax.dynamic_slice_in_dim(prompts, prompt_1[0], 1, axis)
-        start = [slot_1[0] if i == axis else ring if i == cached.ndim - 2 else 0 for i in range(cached.ndim)]
+        start = [slot_1[0] if i == axis else ring if i == cached.ndim + places else 0 for i in range(cached.ndim)]
         before = jax.lax.dynamic_slice(cached, start, prompt.shape)
         return jax.lax.dynamic_update_slice(cached, jnp.where(real_1[0], prompt, before), start)
 
@@ -156,7 +157,7 @@ def shrunk(queue: Queue, slots: Slots, cache: AnyCache, each: int) -> tuple[Slot
     now = len(slots.row_B) // queue.cut
     kept_CB = jnp.argsort(_by_part(queue.cut, ~active(queue, slots)), axis=1, stable=True)[:, :each]
     kept_B = jnp.ravel(kept_CB + _offsets(queue.cut, now)[:, None])
-    take = lambda cached, kept_B: jnp.take(cached, kept_B, axis=_rows_axis(cached))  # noqa: E731
+    take = lambda _, cached, kept_B: jnp.take(cached, kept_B, axis=_rows_axis(cached))  # noqa: E731
     cache = _on_caches(queue.cut, take, (cache,), jnp.ravel(kept_CB))
     return Slots(*(x[kept_B] for x in slots[:4]), slots.next_C), cache
 
@@ -180,9 +181,21 @@ def _rows_axis(cached: Array) -> int:
 
 
 def _on_caches(cut: int, function: Callable[..., Array], caches: tuple[AnyCache, ...], *rows: Array) -> AnyCache:
-    """`function` of an array of each cache and of `rows`, for every array of the first; each part on its own devices."""
-    letter = "N" if isinstance(caches[0], Cache) else "C"
-    if cut > 1:
-        alone = by_hand(lambda *inputs: (function(*inputs),), letter * len(caches) + "B" * len(rows), letter)
-        return cast(AnyCache, jax.tree.map(lambda *arrays: alone(*arrays, *rows)[0], *caches))
-    return cast(AnyCache, jax.tree.map(lambda *arrays: function(*arrays, *rows), *caches))
+    """`function` of an array of each cache and of `rows`, for every array of the first; each part on its own devices.
+
+    What comes before them is the axis of the array's places S, counted from the end.
+    """
+    stacked = isinstance(caches[0], Cache)
+    letters = ("N" if stacked else "C") * len(caches) + "B" * len(rows)
+
+    def applied(places: int, *arrays: Array) -> Array:
+        alone = partial(function, places)
+        if cut == 1:
+            return alone(*arrays, *rows)
+        return cast(Array, by_hand(lambda *inputs: (alone(*inputs),), letters, letters[0])(*arrays, *rows)[0])
+
+    def layer(*of_each: Any) -> Any:
+        keys, values = (applied(places, *arrays) for places, *arrays in zip((-1, -2), *of_each, strict=True))
+        return type(of_each[0])(keys, values)
+
+    return cast(AnyCache, layer(*caches) if stacked else tuple(layer(*of_each) for of_each in zip(*caches, strict=True)))

@@ -30,24 +30,31 @@ REMAT_POLICIES = {
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far, (N, B, K, S, head_dim) each."""
+    """Keys and values of the tokens seen so far, as `attention.cached_attention` wants them."""
 
     keys: Array
+    """(N, B, K, head_dim, S)."""
     values: Array
+    """(N, B, K, S, head_dim)."""
 
     @classmethod
     def zeros(cls, config: ModelConfig, batch: int, slots: int) -> "Cache":
         """An empty cache for `batch` sequences of up to `slots` tokens."""
         shape = (config.layers, batch, config.kv_heads, slots, config.head_dim)
-        return cls(*(jnp.zeros(shape, config.compute_dtype) for _ in cls._fields))
+        values = jnp.zeros(shape, config.compute_dtype)
+        return cls(jnp.swapaxes(values, 3, 4), values)
 
     def written(self, layer: Array, index: Array | int, keys_BTKd: Array, values_BTKd: Array) -> "Cache":
         """With the keys and values of T tokens of a layer at slots index, index + 1, ..."""
-        start, new = (layer, 0, 0, index, 0), (jnp.swapaxes(x, 1, 2)[None] for x in (keys_BTKd, values_BTKd))
-        return Cache(*(jax.lax.dynamic_update_slice(x, y, start) for x, y in zip(self, new, strict=True)))
+        keys, values = _as_cached(keys_BTKd, values_BTKd)
+        write = jax.lax.dynamic_update_slice
+        return Cache(
+            write(self.keys, keys[None], (layer, 0, 0, 0, index)),
+            write(self.values, values[None], (layer, 0, 0, index, 0)),
+        )
 
     def of(self, layer: Array) -> tuple[Array, Array]:
-        """Keys and values of a layer, (B, K, S, head_dim) each."""
+        """Keys (B, K, head_dim, S) and values (B, K, S, head_dim) of a layer."""
         keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
         return keys, values
 
@@ -57,19 +64,26 @@ class Cache(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """The cache of one layer alone, (B, K, S, head_dim) each: nothing has to be taken out of a stack of layers."""
+    """The cache of one layer alone, so that nothing has to be taken out of a stack of layers."""
 
     keys: Array
+    """(B, K, head_dim, S)."""
     values: Array
+    """(B, K, S, head_dim)."""
 
     def written(self, layer: Array, index: Array | int, keys_BTKd: Array, values_BTKd: Array) -> "LayerCache":
         """As `Cache.written`, whatever `layer` is."""
-        start, new = (0, 0, index, 0), (jnp.swapaxes(x, 1, 2) for x in (keys_BTKd, values_BTKd))
-        return LayerCache(*(jax.lax.dynamic_update_slice(x, y, start) for x, y in zip(self, new, strict=True)))
+        keys, values = _as_cached(keys_BTKd, values_BTKd)
+        write = jax.lax.dynamic_update_slice
+        return LayerCache(write(self.keys, keys, (0, 0, 0, index)), write(self.values, values, (0, 0, index, 0)))
 
     def of(self, layer: Array) -> tuple[Array, Array]:
-        """Keys and values, (B, K, S, head_dim) each."""
+        """Keys and values."""
         return self.keys, self.values
+
+
+def _as_cached(keys_BTKd: Array, values_BTKd: Array) -> tuple[Array, Array]:
+    return jnp.transpose(keys_BTKd, (0, 2, 3, 1)), jnp.transpose(values_BTKd, (0, 2, 1, 3))
 
 
 def matrix_product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
