@@ -162,14 +162,26 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn. Log-probs are those of the sampled distribution, in float32."""
+    """How responses are drawn. Log-probs are those of the softmax at `temperature`, before truncation, in float32."""
 
     temperature: float = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens only, as few as together have this probability; 1.0: from all."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens only; None: from all. Not for training: shards cannot state it."""
+    train_on_truncated: bool = False
+    """Allow training with top_p below 1, though ratios are of the whole softmax and tokens were drawn from a part."""
     max_new_tokens: int = 10
     """Longest response in tokens, end token included."""
+    slots: int | None = None
+    """Responses decoded side by side; one that ends makes room for the next. None: as many as suit a work unit."""
 
     def __post_init__(self):
+        _require(0.0 < self.top_p <= 1.0, f"sampling.top_p is {self.top_p}: use a share above 0, at most 1")
+        for name in ("top_k", "slots"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"sampling.{name} is {value}: use 1 or more, or None")
         _require(self.temperature > 0.0, f"sampling.temperature is {self.temperature}: use a positive number")
         _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens is {self.max_new_tokens}: use 1 or more")
 
@@ -386,6 +398,16 @@ class Config:
             self.evaluation.every % learner.updates_per_batch == 0,
             f"evaluation.every {self.evaluation.every} is not a multiple of learner.updates_per_batch"
             f" {learner.updates_per_batch}",
+        )
+        _require(
+            self.sampling.top_k is None,
+            f"sampling.top_k is {self.sampling.top_k}: a shard cannot state it, so that a run cannot train on it; use"
+            " top_k None",
+        )
+        _require(
+            self.sampling.top_p == 1.0 or self.sampling.train_on_truncated,
+            f"sampling.top_p is {self.sampling.top_p}: ratios would be of the whole softmax on tokens drawn from a part"
+            " of it; use top_p 1.0, or say --sampling.train-on-truncated",
         )
         _require(
             self.objective.overlong_cache < self.sampling.max_new_tokens,
