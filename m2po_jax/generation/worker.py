@@ -152,6 +152,7 @@ class Worker:
             "behavior_version": begun.unit.version,
             "lag": position - begun.unit.version,
             "tokens_per_s": sum(each.tokens for each in self._recent) / max(seconds, 1e-9),
+            "slot_occupancy": self._generator.sampler.work.occupancy,
             "reward_mean": made.reward_mean,
             "units_made": self._made,
             "units_twice": self._twice,
