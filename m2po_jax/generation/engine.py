@@ -146,9 +146,7 @@ def generate(
     return everywhere(Generated(state.tokens_RT, state.logprobs_RT, first_or_before_RT, stopped_R, state.slot_steps))
 
 
-def _prefilled(
-    model: Transformer, params: dict, tokens_QP: Array, valid_QP: Array
-) -> tuple[dict | ByLayer, AnyCache]:
+def _prefilled(model: Transformer, params: dict, tokens_QP: Array, valid_QP: Array) -> tuple[dict | ByLayer, AnyCache]:
     """Weights as `decode` wants them, and the cache of the prompts."""
     empty = Cache.zeros(model.config, *tokens_QP.shape)
     _, filled = forward(model, params, tokens_QP, positions(valid_QP), valid_QP, empty)

@@ -105,9 +105,7 @@ def advanced(queue: Queue, slots: Slots, tokens_B: Array, ended_B: Array) -> Slo
     return slots._replace(row_B=row_B, step_B=slots.step_B + 1, token_B=tokens_B)
 
 
-def admitted(
-    queue: Queue, slots: Slots, cache: AnyCache, prefilled: AnyCache, ring: int
-) -> tuple[Slots, AnyCache]:
+def admitted(queue: Queue, slots: Slots, cache: AnyCache, prefilled: AnyCache, ring: int) -> tuple[Slots, AnyCache]:
     """With the next responses of the queue in the slots that are idle, one at a time in each part."""
 
     def can_C(slots: Slots) -> Array:
@@ -198,4 +196,6 @@ def _on_caches(cut: int, function: Callable[..., Array], caches: tuple[AnyCache,
         keys, values = (applied(places, *arrays) for places, *arrays in zip((-1, -2), *of_each, strict=True))
         return type(of_each[0])(keys, values)
 
-    return cast(AnyCache, layer(*caches) if stacked else tuple(layer(*of_each) for of_each in zip(*caches, strict=True)))
+    return cast(
+        AnyCache, layer(*caches) if stacked else tuple(layer(*of_each) for of_each in zip(*caches, strict=True))
+    )

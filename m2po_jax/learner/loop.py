@@ -273,9 +273,8 @@ class Learner:
 
         The digests in the batch record then bind the shards.
         """
-        if version not in weights.versions(self.store):
-            return None
-        return Provenance(self.run_id, weights.read_digest(self.store, version), self.task.tokenizer.fingerprint)
+        digest = weights.find_digest(self.store, version)
+        return None if digest is None else Provenance(self.run_id, digest, self.task.tokenizer.fingerprint)
 
     def _publish(self, checkpoints: Checkpoints, state: TrainState, version: int) -> None:
         """Publish what a generator will serve, what is to be kept, and the final policy."""

@@ -6,19 +6,23 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore
 
 from m2po_jax.config import UserError
+from m2po_jax.rollouts.remote import open_remote, patiently
 
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _NO_ROOM_TEXT = re.compile(rf"os[ _]error(?:_code)?\W+(?:{'|'.join(map(str, _NO_ROOM))})\b")  # obstore's, TensorStore's
 _Paths = list[str]  # named, as `list` is a method of Store
 _DELETING = ".deleting-"
+
+T = TypeVar("T")
 
 
 class Store:
@@ -34,7 +38,7 @@ class Store:
         """Open a local directory or a URL such as `gs://bucket/prefix`; raises UserError when it is not there."""
         text = os.fspath(location)
         if "://" in text and not text.startswith("file://"):
-            return cls(text.rstrip("/"), _remote(text.rstrip("/")), None)
+            return cls(text.rstrip("/"), open_remote(text.rstrip("/")), None)
         root = Path(text.removeprefix("file://")).expanduser().absolute()
         if create:
             _make_directory(root)
@@ -48,15 +52,15 @@ class Store:
 
     def get(self, path: str) -> bytes:
         """The bytes of an object; raises FileNotFoundError."""
-        found = obstore.get(self._objects, path)
-        if self._is_vacated(found.meta):
+        data, meta = self._get(path)
+        if self._is_vacated(meta):
             raise FileNotFoundError(self.location(path))
-        return bytes(found.bytes())
+        return data
 
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a directory) at `path`."""
         try:
-            return not self._is_vacated(obstore.head(self._objects, path))
+            return not self._is_vacated(self._asked(lambda: obstore.head(self._objects, path)))
         except FileNotFoundError:
             return False
 
@@ -68,12 +72,12 @@ class Store:
         """
         while not self._put(path, data, "create"):
             try:
-                found = obstore.get(self._objects, path)
+                found, meta = self._get(path)
             except FileNotFoundError:  # moved aside since; the name is free again
                 continue
-            if not self._is_vacated(found.meta):
-                return bytes_digest(bytes(found.bytes())) == bytes_digest(data)
-            if self._put(path, data, _only_over(found.meta)):
+            if not self._is_vacated(meta):
+                return bytes_digest(found) == bytes_digest(data)
+            if self._put(path, data, _only_over(meta)):
                 break
         return True
 
@@ -83,18 +87,18 @@ class Store:
 
     def list(self, prefix: str = "") -> _Paths:
         """Sorted paths of the objects under a directory; unfinished writes are not objects."""
-        pages = obstore.list(self._objects, prefix or None)
+        pages = self._asked(lambda: list(obstore.list(self._objects, prefix or None)))
         return sorted(meta["path"] for page in pages for meta in page if not self._is_vacated(meta))
 
     def children(self, prefix: str) -> _Paths:
         """Sorted names of the directories directly under a directory."""
-        found = obstore.list_with_delimiter(self._objects, prefix or None)["common_prefixes"]
+        found = self._asked(lambda: obstore.list_with_delimiter(self._objects, prefix or None))["common_prefixes"]
         return sorted(path.rsplit("/", 1)[-1] for path in found)
 
     def delete(self, path: str) -> None:
         """Delete an object; that there is none is success."""
         try:
-            obstore.delete(self._objects, path)
+            self._asked(lambda: obstore.delete(self._objects, path))
         except FileNotFoundError:
             return
 
@@ -139,21 +143,36 @@ class Store:
         # Object stores neither rename atomically nor delete on a condition, but they overwrite on one: the bad object
         # gives way to an empty one, which stands for a free name and which `create` overwrites on a condition too.
         try:
-            found = obstore.get(self._objects, path)
+            data, meta = self._get(path)
         except FileNotFoundError:
             return None
-        data = bytes(found.bytes())
         if bytes_digest(data) != expected_digest or not self.create(aside, data):
             return None
-        if self._put(path, b"", _only_over(found.meta)):
+        if self._put(path, b"", _only_over(meta)):
             return aside
         self.delete(aside)
         return None
 
+    def _asked(self, operation: Callable[[], T]) -> T:
+        """The result of an operation; of a remote store patiently."""
+        return operation() if self.local_path else patiently(operation, self.url)
+
+    def _get(self, path: str) -> tuple[bytes, Any]:
+        """All bytes of an object and what the store says of it; never a part of them."""
+
+        def read() -> tuple[bytes, Any]:
+            found = obstore.get(self._objects, path)
+            data = bytes(found.bytes())
+            if len(data) != found.meta["size"]:
+                raise OSError(f"{len(data)} of {found.meta['size']} bytes were read")
+            return data, found.meta
+
+        return self._asked(read)
+
     def _put(self, path: str, data: bytes, mode: Any) -> bool:
         """Put on a condition; False when it did not hold."""
         try:
-            obstore.put(self._objects, path, data, mode=mode, use_multipart=False)
+            self._asked(lambda: obstore.put(self._objects, path, data, mode=mode, use_multipart=False))
         except (AlreadyExistsError, PreconditionError):
             return False
         except (BaseError, OSError) as error:
@@ -189,15 +208,6 @@ def is_no_room(error: BaseException) -> bool:
 def no_room(location: str) -> UserError:
     """The error for a full disk at an absolute path or URL."""
     return UserError(f"no space left to write {location}: free some space and run the same command again")
-
-
-def _remote(url: str) -> Any:
-    try:
-        return from_url(url)
-    except (BaseError, ValueError) as error:
-        raise UserError(
-            f"{url} is no store ({str(error).splitlines()[0]}): use a directory or gs://bucket/prefix"
-        ) from error
 
 
 def _make_directory(root: Path) -> None:

@@ -3,11 +3,13 @@
 On several hosts each writes the parts that its devices hold, and all of them call `publish` and `load` in one order.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from jax import Array
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from m2po_jax.config import UserError
+from m2po_jax.rollouts import staging
 from m2po_jax.rollouts.paths import LATEST, WEIGHTS, parse_version, weights_path
 from m2po_jax.rollouts.store import Store, is_no_room, no_room
 
@@ -104,9 +107,9 @@ def load(store: Store, version: int, abstract_params: Any) -> tuple[Any, str]:
     recorded = read_digest(store, version)
     location = store.location(weights_path(version))
     try:
-        with _LOADING:
+        with _LOADING, _readable(store, version) as directory:
             loader = _loader(_shared(abstract_params))
-            params = loader.restore(location, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
+            params = loader.restore(directory, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
     except Exception as error:  # Orbax and TensorStore raise many types for damaged files
         reason = _mismatch(location, abstract_params) or f"they are damaged ({repr(error)[:200]})"
         raise _unusable(location, version, reason) from error
@@ -119,16 +122,26 @@ def load(store: Store, version: int, abstract_params: Any) -> tuple[Any, str]:
 
 def read_digest(store: Store, version: int) -> str:
     """The digest recorded with a version's weights; raises UserError naming the versions there are when missing."""
-    location = store.location(weights_path(version))
+    if (digest := find_digest(store, version)) is not None:
+        return digest
+    there = ", ".join(map(str, versions(store))) or "none"
+    raise UserError(
+        f"no weights of version {version} at {store.location(weights_path(version))}: the versions there are {there};"
+        " to make it again, delete the checkpoints after it and resume, or start a new run"
+    )
+
+
+def find_digest(store: Store, version: int) -> str | None:
+    """The digest recorded with a version's weights, or None when they are not there; in one request."""
     try:
+        if store.local_path is None:
+            facts = staging.committed(store, weights_path(version))
+            return None if facts is None else str(facts[_DIGEST])
         return str(json.loads(store.get(f"{weights_path(version)}/{_METADATA}"))["custom_metadata"][_DIGEST])
-    except FileNotFoundError as error:
-        there = ", ".join(map(str, versions(store))) or "none"
-        raise UserError(
-            f"no weights of version {version} at {location}: the versions there are {there};"
-            " to make it again, delete the checkpoints after it and resume, or start a new run"
-        ) from error
+    except FileNotFoundError:
+        return None
     except (ValueError, KeyError, TypeError) as error:
+        location = store.location(weights_path(version))
         raise _unusable(location, version, f"their metadata is unreadable ({error!r})") from error
 
 
@@ -145,12 +158,16 @@ def latest(store: Store) -> tuple[int, str] | None:
 
 def versions(store: Store) -> list[int]:
     """Versions whose weights are there, in order; unfinished and half-deleted ones do not count."""
-    return [version for name in store.children(WEIGHTS) if (version := parse_version(name)) is not None]
+    names = staging.children(store, WEIGHTS) if store.local_path is None else store.children(WEIGHTS)
+    return [version for name in names if (version := parse_version(name)) is not None]
 
 
 def retire(store: Store, version: int) -> None:
     """Delete the weights of a version; that there are none is success."""
-    store.delete_prefix(weights_path(version))
+    if store.local_path is None:
+        staging.delete(store, weights_path(version))
+    else:
+        store.delete_prefix(weights_path(version))
 
 
 def _save(store: Store, version: int, params: Any, digest: str) -> Published:
@@ -159,7 +176,8 @@ def _save(store: Store, version: int, params: Any, digest: str) -> Published:
         try:
             shared = _shared(params)
             arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
-            _saver(shared).save(location, args=arrays, custom_metadata={_DIGEST: digest})
+            with _writable(store, version, digest, shared) as directory:
+                _saver(shared).save(directory, args=arrays, custom_metadata={_DIGEST: digest})
             return Published(version, digest, created=True)
         except Exception as error:  # Orbax and TensorStore raise many types
             if is_no_room(error):
@@ -172,6 +190,32 @@ def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     return Published(version, there, created=False)
 
 
+@contextlib.contextmanager
+def _writable(store: Store, version: int, digest: str, shared: bool) -> Iterator[str]:
+    """Where Orbax writes a version; it is there once this ends. Several hosts write to a remote store themselves."""
+    if store.local_path is not None:
+        yield store.location(weights_path(version))
+    elif shared:
+        yield store.location(weights_path(version))
+        if jax.process_index() == 0:
+            staging.commit(store, weights_path(version), {_DIGEST: digest})
+    else:
+        with staging.scratch() as scratch:
+            yield str(scratch / "params")
+            staging.upload(store, scratch / "params", weights_path(version), {_DIGEST: digest})
+
+
+@contextlib.contextmanager
+def _readable(store: Store, version: int) -> Iterator[str]:
+    """Where Orbax reads a version; several hosts read what they need from a remote store themselves."""
+    if store.local_path is not None or jax.process_count() > 1:
+        yield store.location(weights_path(version))
+        return
+    with staging.scratch() as scratch:
+        staging.download(store, weights_path(version), scratch)
+        yield str(scratch)
+
+
 def _point_latest(store: Store, version: int, digest: str) -> None:
     current = latest(store)
     if current is None or current[0] < version:
@@ -179,6 +223,11 @@ def _point_latest(store: Store, version: int, digest: str) -> None:
 
 
 def _sweep(store: Store, version: int) -> None:
+    """Delete what a publication that did not end has left."""
+    if store.local_path is None:
+        if find_digest(store, version) is None:
+            store.delete_prefix(weights_path(version))
+        return
     for name in store.children(WEIGHTS):
         if name.startswith(f"{version:08d}.") or ".deleting-" in name:
             store.delete_prefix(f"{WEIGHTS}/{name}")

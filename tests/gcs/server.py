@@ -143,7 +143,10 @@ class Handler(BaseHTTPRequestHandler):
         names, prefixes, last = self.server.bucket(name).page(ask("prefix", ""), ask("delimiter", ""), after, most)
         end = ask("endOffset", "")
         items = [
-            _meta(name, key, blob) for key in names if not end or key < end if (blob := self._still(name, key)) is not None
+            _meta(name, key, blob)
+            for key in names
+            if not end or key < end
+            if (blob := self._still(name, key)) is not None
         ]
         answer: dict[str, Any] = {"kind": "storage#objects", "items": items, "prefixes": prefixes}
         if last is not None:

@@ -1,0 +1,89 @@
+"""Directories that a library writes on a local disk and a remote store keeps: whole, or not there.
+
+Object stores know no directories and no renames. So a directory is written locally, its files are uploaded, and last of
+all a small object that names them: what has none is not there, and what has one can be read whole.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from m2po_jax.rollouts.store import Store, bytes_digest
+
+COMMITTED = "COMMITTED"
+"""Name of that object in its directory."""
+_THREADS = 8
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary directory, on the disk that TMPDIR names."""
+    with tempfile.TemporaryDirectory(prefix="m2po-") as folder:
+        yield Path(folder)
+
+
+def upload(store: Store, directory: Path, prefix: str, facts: dict[str, Any]) -> None:
+    """Upload a directory's files, then commit them with `facts`."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+
+    def put(path: Path) -> list[Any]:
+        name, data = path.relative_to(directory).as_posix(), path.read_bytes()
+        store.replace(f"{prefix}/{name}", data)
+        return [name, len(data), bytes_digest(data)]
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        files = list(threads.map(put, paths))
+    commit(store, prefix, facts | {"files": files})
+
+
+def commit(store: Store, prefix: str, facts: dict[str, Any]) -> None:
+    """Say that a directory is whole, with `facts`."""
+    store.replace(f"{prefix}/{COMMITTED}", (json.dumps(facts) + "\n").encode())
+
+
+def committed(store: Store, prefix: str) -> dict[str, Any] | None:
+    """The facts that a directory was committed with; None where it is not there, or not whole."""
+    try:
+        facts: dict[str, Any] = json.loads(store.get(f"{prefix}/{COMMITTED}"))
+    except FileNotFoundError:
+        return None
+    return facts
+
+
+def children(store: Store, prefix: str) -> list[str]:
+    """Sorted names of the directories under a prefix that are whole."""
+    ends = f"/{COMMITTED}"
+    return [path.removesuffix(ends).rsplit("/", 1)[-1] for path in store.list(prefix) if path.endswith(ends)]
+
+
+def download(store: Store, prefix: str, directory: Path) -> dict[str, Any]:
+    """Write the files of a committed directory to a local one; returns its facts.
+
+    Raises FileNotFoundError where it is not whole, OSError where a file is not as it was uploaded.
+    """
+    facts = committed(store, prefix)
+    if facts is None:
+        raise FileNotFoundError(store.location(prefix))
+
+    def get(file: list[Any]) -> None:
+        name, _, digest = file
+        data = store.get(f"{prefix}/{name}")
+        if bytes_digest(data) != digest:
+            raise OSError(f"{store.location(f'{prefix}/{name}')} is not what was uploaded")
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(get, facts["files"]))
+    return facts
+
+
+def delete(store: Store, prefix: str) -> None:
+    """Delete a directory: first what says that it is whole."""
+    store.delete(f"{prefix}/{COMMITTED}")
+    store.delete_prefix(prefix)
