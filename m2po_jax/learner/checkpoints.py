@@ -108,8 +108,6 @@ class Checkpoints:
             logging.getLogger(logger).addFilter(_is_news)  # a filter that is there already is not added again
         location = self._staged.location if self._staged else self._location
         self._manager = ocp.CheckpointManager(location, options=options)
-            self._staged.location if self._staged else self._location, options=options
-        )
 
     def latest(self) -> int | None:
         """Version of the newest whole checkpoint."""
