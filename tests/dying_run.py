@@ -94,6 +94,9 @@ def main(role: str, run: str, base: str, point: str | None = None, nth: str = "1
     if point is not None:
         interrupt(point, int(nth))
     hush_closed_loops()
+    if ahead_s := float(os.environ.get("M2PO_TEST_CLOCK_AHEAD_S", 0)):
+        clock = time.time
+        time.time = lambda: clock() + ahead_s
     watcher = tiny.Watcher()
     try:
         work(role, run, None if base == "-" else base, watcher)

@@ -53,7 +53,7 @@ def reference(env, base, tmp_path_factory) -> Path:
     return run
 
 
-def same_end(run: Path, reference: Path) -> None:
+def same_end(run: Path | str, reference: Path) -> None:
     """Final parameters to the bit, every metric, each group trained on once, nothing left over, nothing made twice."""
     assert tiny.weights_digest(run, TOTAL) == tiny.weights_digest(reference, TOTAL)
     assert tiny.lines(run) == tiny.lines(reference)

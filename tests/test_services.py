@@ -22,6 +22,8 @@ from m2po_jax.rollouts import (
 )
 from tests import tiny
 from tests.dying_run import CONFIG
+from tests.gcs import serving
+from tests.gcs.faults import KINDS
 from tests.test_resume import KILLED, same_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
@@ -145,6 +147,34 @@ def test_programs_that_are_killed_at_random_moments_end_with_the_bits_of_lockste
     last = [start(env, "generate", run, base), start(env, "learn", run, base)]
     assert [ended(process) for process in last] == [0, 0]
     same_end(run, reference)
+
+
+def test_through_a_bucket_that_fails_at_every_fifth_request_it_is_the_same(env, base, reference, tmp_path):
+    """429, 503, time-outs, lost connections, truncated answers; processes that are killed; a clock an hour ahead."""
+    with serving() as server:
+        server.faults(share=0.2, hang_s=0.3, seed=1)
+        run, moments = f"gs://{server.bucket}/run", random.Random(7)
+        ahead = {**env, **server.environment, "M2PO_TEST_CLOCK_AHEAD_S": "3600"}
+        there = {"learn": {**env, **server.environment}, "generate": ahead, "second": {**env, **server.environment}}
+
+        def begin(role):
+            return start(there[role], role.replace("second", "generate"), run, base)
+
+        running = {role: begin(role) for role in there}
+        for victim in ("generate", "learn", "second", "learn"):
+            time.sleep(moments.uniform(6.0, 12.0))
+            if running["learn"].poll() is None:
+                stop(running[victim])
+                running[victim] = begin(victim)
+        server.faults(away_s=5.0)
+        assert [ended(process, 400) for process in running.values()] == [0, 0, 0]
+        found = server.requests()
+        assert all(found[kind] > 5 for kind in KINDS), found
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            server.faults(share=0.0)
+            same_end(run, reference)
 
 
 def progress(run: Path) -> int:
