@@ -98,5 +98,5 @@ class Generator:
             response_texts=responses.texts,
             gold_answers=[problem.gold_answer for problem in problems for _ in range(size)],
             temperature=self.config.sampling.temperature,
-            top_p=1.0,
+            top_p=self.config.sampling.top_p,
         )
