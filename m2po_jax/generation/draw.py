@@ -36,9 +36,11 @@ class Truncation:
         return self.top_p >= 1.0 and self.top_k is None
 
 
-def draw(
-    logits_BV: Array, keys_B: Array, temperature: Array, truncation: Truncation = Truncation()
-) -> tuple[Array, Array]:
+WHOLE = Truncation()
+"""Every token may be drawn."""
+
+
+def draw(logits_BV: Array, keys_B: Array, temperature: Array, truncation: Truncation = WHOLE) -> tuple[Array, Array]:
     """A token a row, int32 (B,), and its log-prob float32 (B,) under the softmax of all tempered logits.
 
     The log-prob is that before truncation, of which a learner can compute a ratio. Probabilities are exact to about
@@ -93,10 +95,11 @@ def _above(weights_BV: Array, enough: Callable[[Array], Array]) -> Array:
 def _drawn(weights_BV: Array, uniform_B2: Array) -> Array:
     """Index int32 (B,) of a weight, by chances in proportion to the weights; never that of a zero."""
     rows, size = weights_BV.shape
-    blocks_BKv = jnp.pad(weights_BV, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
+    width = min(size, BLOCK)
+    blocks_BKv = jnp.pad(weights_BV, ((0, 0), (0, -size % width))).reshape(rows, -1, width)
     block_B = _first_above(jnp.sum(blocks_BKv, axis=2), uniform_B2[:, 0])
     block_Bv = jnp.take_along_axis(blocks_BKv, block_B[:, None, None], axis=1)[:, 0]
-    return block_B * BLOCK + _first_above(block_Bv, uniform_B2[:, 1])
+    return block_B * width + _first_above(block_Bv, uniform_B2[:, 1])
 
 
 def _first_above(weights_BK: Array, uniform_B: Array) -> Array:

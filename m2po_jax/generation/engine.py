@@ -1,8 +1,8 @@
 """The decode engine: left-padded prompts in, sampled token ids and their float32 log-probs out.
 
 A queue of responses, row by row, is decoded in a fixed number of slots. The whole queue is one program on the devices:
-it asks the host for nothing, so that hosts need not agree on anything while they decode together, and what it draws is a
-function of its arguments alone.
+it asks the host for nothing, so that hosts need not agree on anything while they decode together, and what it draws
+is a function of its arguments alone.
 
 Axis letters as in `models.transformer`; here B is a slot, R a response of the queue, Q a prompt, P a token of a prompt,
 T a token of a response, and S a slot of the cache.
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from m2po_jax.generation import slots as scheduling
-from m2po_jax.generation.draw import Truncation, draw
+from m2po_jax.generation.draw import WHOLE, Truncation, draw
 from m2po_jax.generation.slots import Queue, Slots
 from m2po_jax.models.decoding import AnyCache, ByLayer, by_layer, decode
 from m2po_jax.models.positions import positions
@@ -96,7 +96,7 @@ def generate(
     stop_ids: tuple[int, ...],
     pad_id: int,
     slots: int | None = None,
-    truncation: Truncation = Truncation(),
+    truncation: Truncation = WHOLE,
 ) -> Generated:
     """Sample `samples_per_prompt` responses to each prompt; prompts are prefilled once and their cache is copied.
 
@@ -139,7 +139,7 @@ def generate(
         if size < each:
             kept = scheduling.shrunk(queue, state.slots, state.cache, size)
             state = state._replace(slots=kept[0], cache=kept[1])
-        state = jax.lax.while_loop(lambda s, fewer=fewer: scheduling.exceed(queue, s.slots, fewer), step, state)
+        state = jax.lax.while_loop(partial(_goes_on, queue, fewer), step, state)
     ends_RT = _is_any(state.tokens_RT, stop_ids).astype(jnp.int32)
     first_or_before_RT = jnp.cumsum(ends_RT, axis=1) == ends_RT  # so the padding may be the end token itself
     stopped_R = jnp.any(ends_RT > 0, axis=1)
@@ -163,6 +163,10 @@ def _forward(
     seen_BS = scheduling.seen(slots, state.time, ring, prompt)
     where_B = slots.before_B + slots.step_B
     return decode(model, weights, slots.token_B, where_B, seen_BS, state.cache, state.time % ring)
+
+
+def _goes_on(queue: Queue, fewer: int, state: _State) -> Array:
+    return scheduling.exceed(queue, state.slots, fewer)
 
 
 def _recorded(

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -89,7 +89,7 @@ class Sampler:
         longest = max(map(len, rows))
         self.model.require_room(longest + config.max_new_tokens)
         tokens, valid = left_padded(rows, prompt_width(longest, self.task.max_prompt_tokens), tokenizer.pad_id)
-        if self._newest is None or self._newest.tokens.is_ready():
+        if self._newest is None or cast(Any, self._newest.tokens).is_ready():
             self._since = time.perf_counter()  # the devices were idle until now
         self._newest = generate(
             params,

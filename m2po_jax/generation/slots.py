@@ -1,8 +1,8 @@
 """Slots of the decode engine: which response of the queue each decodes, and what its cache holds of the prompt.
 
 On a mesh every part of it that computes rows of its own has its own prompts, its own part of the queue and its own
-slots, so that nothing of a cache moves between devices. The cache of a slot is a ring: all slots write to one place at a
-time, and what was written before a response began is not looked at. The prompt stands behind the ring.
+slots, so that nothing of a cache moves between devices. The cache of a slot is a ring: all slots write to one place at
+a time, and what was written before a response began is not looked at. The prompt stands behind the ring.
 
 Axis letters as in `generation.engine`; C is a part of the mesh.
 """
@@ -20,7 +20,7 @@ from m2po_jax.models.decoding import AnyCache
 from m2po_jax.models.sharding import by_hand
 from m2po_jax.models.transformer import Cache
 
-FEWEST_SLOTS = 8
+FEWEST_SLOTS = 16
 """Fewer slots than this are not halved: weights are read with every step, however few the slots are."""
 SHORT_TOKENS = 32
 """Responses of at most this many tokens end so close to each other that halving the slots gains nothing."""
@@ -125,15 +125,17 @@ def admitted(queue: Queue, slots: Slots, cache: AnyCache, prefilled: AnyCache, r
         here_B = jnp.ravel((jnp.arange(each)[None] == slot_C[:, None]) & real_C[:, None])
         prompt_C = jnp.minimum(slots.next_C, queue.rows - 1) // queue.samples
         of_C = prompt_C + _offsets(queue.cut, queue.prompts)
-        new = slots.next_C, jnp.zeros_like(slot_C), queue.last_Q[of_C], queue.before_Q[of_C]
-        rows = (jnp.where(here_B, jnp.repeat(x, each), old) for x, old in zip(new, slots[:4], strict=True))
-        cache = _on_caches(queue.cut, put, (cache, prefilled), slot_C, prompt_C, real_C)
-        return Slots(*rows, slots.next_C + real_C), cache
+        put_in = lambda old_B, new_C: jnp.where(here_B, jnp.repeat(new_C, each), old_B)  # noqa: E731
+        slots = Slots(
+            put_in(slots.row_B, slots.next_C),
+            put_in(slots.step_B, jnp.zeros_like(slot_C)),
+            put_in(slots.token_B, queue.last_Q[of_C]),
+            put_in(slots.before_B, queue.before_Q[of_C]),
+            slots.next_C + real_C.astype(jnp.int32),
+        )
+        return slots, _on_caches(queue.cut, put, (cache, prefilled), slot_C, prompt_C, real_C)
 
-    return cast(
-        tuple[Slots, AnyCache],
-        jax.lax.while_loop(lambda state: jnp.any(can_C(state[0])), admit, (slots, cache)),
-    )
+    return jax.lax.while_loop(lambda state: jnp.any(can_C(state[0])), admit, (slots, cache))
 
 
 def ladder(each: int, ring: int) -> list[int]:
@@ -157,7 +159,8 @@ def shrunk(queue: Queue, slots: Slots, cache: AnyCache, each: int) -> tuple[Slot
     kept_B = jnp.ravel(kept_CB + _offsets(queue.cut, now)[:, None])
     take = lambda _, cached, kept_B: jnp.take(cached, kept_B, axis=_rows_axis(cached))  # noqa: E731
     cache = _on_caches(queue.cut, take, (cache,), jnp.ravel(kept_CB))
-    return Slots(*(x[kept_B] for x in slots[:4]), slots.next_C), cache
+    row_B, step_B, token_B, before_B = (x[kept_B] for x in slots[:4])
+    return Slots(row_B, step_B, token_B, before_B, slots.next_C), cache
 
 
 def first_rows(queue: Queue, slots: int) -> Array:

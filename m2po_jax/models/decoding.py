@@ -1,5 +1,6 @@
 """One more token of every sequence, against a cache; axis letters as in `models.transformer`."""
 
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -24,7 +25,7 @@ class ByLayer(NamedTuple):
 
 def by_layer(params: dict[str, Any], layers: int) -> ByLayer:
     """Parameters of each of the blocks taken out of their stack."""
-    blocks = tuple(jax.tree.map(lambda x: x[layer], params["blocks"]) for layer in range(layers))
+    blocks = tuple(jax.tree.map(itemgetter(layer), params["blocks"]) for layer in range(layers))
     return ByLayer({name: value for name, value in params.items() if name != "blocks"}, blocks)
 
 
@@ -66,7 +67,7 @@ def _layer_by_layer(
     x_B1D = embedded(config, params.rest["embedding"], tokens_B1)
     for layer, (block, cache) in enumerate(zip(params.blocks, caches, strict=True)):
         rest = jnp.int32(layer), positions_B1, seen_B1S, index
-        (x_B1D, new), _ = Block(config).apply({"params": block}, (x_B1D, cache), *rest)  # type: ignore[misc]
+        (x_B1D, new), _ = Block(config).apply({"params": block}, (x_B1D, cache), *rest)
         written.append(new)
     normalised = RMSNorm(config.norm_eps).apply({"params": params.rest["final_norm"]}, x_B1D)
     return cast(Array, normalised)[:, 0], tuple(written)

@@ -253,8 +253,8 @@ class Transformer(nn.Module):
     ) -> tuple[Array, Cache | None]:
         """As a call, with `seen` to say what each query attends to: bool (B, T, S), or segments without a cache."""
         x_BTD, layers = embedded(self.config, self.embedding, tokens_BT), jnp.arange(self.config.layers)
-        (x_BTD, cache), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
-        return self.final_norm(x_BTD), cache
+        (x_BTD, written), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
+        return self.final_norm(x_BTD), cast(Cache | None, written)
 
     def _seen(
         self, shape_BT: tuple[int, ...], valid_BS: Array, cached: bool, index: Array | int, segment_ids_BT: Array | None
