@@ -95,6 +95,7 @@ def stop(*processes) -> None:
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_separate_programs_end_with_the_bits_of_lockstep(env, base, k, tmp_path):
+    """REGRESSIONS 15, and at staleness 4 too."""
     config = replace(catalog.resolved(tiny.TINY), staleness=StalenessConfig(k=k))
     tiny.train(config, tmp_path / "lockstep", base)
     run = tmp_path / "apart"
@@ -116,6 +117,7 @@ def test_separate_programs_end_with_the_bits_of_lockstep(env, base, k, tmp_path)
 
 
 def test_programs_that_are_killed_at_every_step_end_with_the_bits_of_lockstep(env, base, reference, tmp_path):
+    """REGRESSIONS 20 and 21."""
     run = tmp_path / "run"
     for role, point, nth in DEATHS:
         other = start(env, {"learn": "generate", "generate": "learn"}[role], run, base)

@@ -6,6 +6,7 @@ from scipy.stats import chisquare
 
 from m2po_jax.config import SourceConfig, StalenessConfig
 from m2po_jax.rollouts import Schedule, UnitId, exactly, inventory_key, units
+from m2po_jax.rollouts.staleness import AHEAD_BATCHES
 
 shapes = st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(1, 4)).map(
     lambda t: (t[0] * t[1] * t[2], t[1], t[1] * t[2])  # k, U, P: P a multiple of U, k one of P
@@ -116,6 +117,20 @@ def test_whatever_the_policy_its_data_exists_is_made_in_time_and_is_read_once(na
         read.append(chosen)
     assert len(set(read)) == 100, "no batch is read twice"
     assert made == set(read), "and none is made that nobody reads"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("restart", [0, 4, 48])
+def test_what_is_made_ahead_of_a_restarted_learner_stays_within_the_policy(name, restart):
+    """REGRESSIONS 19: weights may be published up to version 100 when the learner goes back to a checkpoint."""
+    schedule = schedule_of(POLICIES[name], 4, 4)
+    reach = {"exactly": 24, "at_most": 24, "uniform": 40, "frozen": 4 * AHEAD_BATCHES, "mixture": 4 * AHEAD_BATCHES}
+    for latest in (restart, 100):
+        needed = list(schedule.needs(restart, latest))
+        assert needed[0][0] == restart, "what the learner waits for comes first"
+        for version, sources in needed:
+            assert version <= max(latest, restart) + reach[name]
+            assert all(source in schedule.reads(version) and source.version <= version for source in sources)
 
 
 def test_at_most_bounds_the_last_update_of_a_batch():
