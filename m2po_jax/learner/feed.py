@@ -79,13 +79,8 @@ class Feed:
 
     def read_ahead(self, version: int) -> None:
         """Begin to read the batch of a version, if all shards that this host needs of it are there."""
-        run, options = self._options(version)
-        chosen = (
-            [self._there(options[i]) for i in self._needed] if run is None else [options[i][0] for i in self._needed]
-        )
-        units = [unit for unit in chosen if unit is not None]
-        if version not in self._ahead and len(units) == len(chosen):
-            self._ahead[version] = self._threads.submit(self._read, units, run)
+        if version not in self._ahead:
+            self._ahead[version] = self._threads.submit(self._read_if_there, version)
 
     def take(self, version: int) -> tuple[BatchRecord, Rollouts] | None:
         """The verified rollouts, this host's rows, that the batch at `version` consumes, recorded before they are used.
@@ -159,6 +154,12 @@ class Feed:
 
     def _there(self, options: Sequence[UnitId]) -> UnitId | None:
         return next((unit for unit in options if self._store.exists(shard_path(unit))), None)
+
+    def _read_if_there(self, version: int) -> _Found:
+        run, options = self._options(version)
+        there = self._there if run is None else min  # those of another run are there
+        units = [there(options[i]) for i in self._needed]
+        return {} if None in units else self._read([unit for unit in units if unit is not None], run)
 
     def _read(self, wanted: Sequence[UnitId], run: str | None) -> _Found:
         """Shards of one run, as they are."""

@@ -60,4 +60,4 @@ def serving(*buckets: str) -> Iterator[Serving]:
             )
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
