@@ -58,7 +58,7 @@ def main() -> None:
     if arguments.process:
         return serve((_torch if arguments.process == "torch" else _engine)(arguments))
     full = ", all of that length" if arguments.full else ""
-    print(f"{len(QUESTIONS)} prompts x {SAMPLES} samples, to {arguments.tokens} tokens{full}, {os.cpu_count()} cores\n")
+    print(f"{len(QUESTIONS)} prompts x {SAMPLES} samples, to {arguments.tokens} tokens{full}, {_cores()} cores\n")
     with tempfile.TemporaryDirectory() as folder:
         timed = _timed(arguments, Path(folder))
         print("\n".join(_table(timed)), end="\n\n")
@@ -161,7 +161,7 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(_cores())
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     end = _end(arguments.model)
     tokens, valid = (torch.tensor(x).long() for x in _padded(arguments.model, end))
@@ -178,6 +178,11 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
         return [int(lengths.sum()), made.numel()]
 
     return call
+
+
+def _cores() -> int:
+    """Those that this process may use: `taskset` may say fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end(model: Path) -> int:
