@@ -39,13 +39,15 @@ def open_remote(url: str) -> Any:
     Raises UserError, within seconds, where there is no such bucket, no permission, or no credentials.
     """
     try:
-        list(obstore.list(_client(url, max_retries=2, patience_s=15.0), "config.json", chunk_size=1))
+        quick, patient = _client(url, max_retries=2, patience_s=15.0), _client(url, max_retries=10, patience_s=60.0)
+    except (BaseError, ValueError) as error:
+        raise UserError(f"{url} is no store ({_line(error)}): use a directory or gs://bucket/prefix") from error
+    try:
+        list(obstore.list(quick, "config.json", chunk_size=1))
     except BaseError as error:
         if (reason := _refusal(error, url)) is not None:
             raise UserError(reason) from error
-    except ValueError as error:
-        raise UserError(f"{url} is no store ({_line(error)}): use a directory or gs://bucket/prefix") from error
-    return _client(url, max_retries=10, patience_s=60.0)
+    return patient
 
 
 def patiently(operation: Callable[[], T], what: str) -> T:

@@ -32,7 +32,8 @@ def upload(store: Store, directory: Path, prefix: str, facts: dict[str, Any]) ->
 
     def put(path: Path) -> list[Any]:
         name, data = path.relative_to(directory).as_posix(), path.read_bytes()
-        store.replace(f"{prefix}/{name}", data)
+        if data:  # to a remote store an empty object is a free name
+            store.replace(f"{prefix}/{name}", data)
         return [name, len(data), bytes_digest(data)]
 
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -70,8 +71,8 @@ def download(store: Store, prefix: str, directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(store.location(prefix))
 
     def get(file: list[Any]) -> None:
-        name, _, digest = file
-        data = store.get(f"{prefix}/{name}")
+        name, size, digest = file
+        data = store.get(f"{prefix}/{name}") if size else b""
         if bytes_digest(data) != digest:
             raise OSError(f"{store.location(f'{prefix}/{name}')} is not what was uploaded")
         path = directory / name
