@@ -6,15 +6,18 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-from obstore.store import LocalStore, from_url
+from obstore.store import LocalStore
 
 from m2po_jax.config import UserError
+from m2po_jax.rollouts.remote import PATIENCE_S, no_bucket, open_remote, retried
 
+T = TypeVar("T")
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _NO_ROOM_TEXT = re.compile(rf"os[ _]error(?:_code)?\W+(?:{'|'.join(map(str, _NO_ROOM))})\b")  # obstore's, TensorStore's
 _Paths = list[str]  # named, as `list` is a method of Store
@@ -22,19 +25,24 @@ _DELETING = ".deleting-"
 
 
 class Store:
-    """Objects by relative path under a root. Safe to use from several threads and processes at once."""
+    """Objects by relative path under a root. Safe to use from several threads and processes at once.
 
-    def __init__(self, url: str, objects: Any, local_path: Path | None):
+    Requests to an object store are made again while it is overloaded or away, for `patience_s`; then StoreAway is
+    raised. A bucket that is not there, missing credentials and missing permissions are UserErrors at once.
+    """
+
+    def __init__(self, url: str, objects: Any, local_path: Path | None, patience_s: float = PATIENCE_S):
         self.url = url
         self.local_path = local_path
         self._objects = objects
+        self._patience_s = patience_s
 
     @classmethod
-    def open(cls, location: str | os.PathLike, create: bool = False) -> "Store":
+    def open(cls, location: str | os.PathLike, create: bool = False, patience_s: float = PATIENCE_S) -> "Store":
         """Open a local directory or a URL such as `gs://bucket/prefix`; raises UserError when it is not there."""
         text = os.fspath(location)
         if "://" in text and not text.startswith("file://"):
-            return cls(text.rstrip("/"), _remote(text.rstrip("/")), None)
+            return cls(text.rstrip("/"), open_remote(text.rstrip("/")), None, patience_s)
         root = Path(text.removeprefix("file://")).expanduser().absolute()
         if create:
             _make_directory(root)
@@ -48,15 +56,15 @@ class Store:
 
     def get(self, path: str) -> bytes:
         """The bytes of an object; raises FileNotFoundError."""
-        found = obstore.get(self._objects, path)
-        if self._is_vacated(found.meta):
+        data, meta = self._read(path)
+        if self._is_vacated(meta):
             raise FileNotFoundError(self.location(path))
-        return bytes(found.bytes())
+        return data
 
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a directory) at `path`."""
         try:
-            return not self._is_vacated(obstore.head(self._objects, path))
+            return not self._is_vacated(self._retried(path, lambda: obstore.head(self._objects, path)))
         except FileNotFoundError:
             return False
 
@@ -68,12 +76,12 @@ class Store:
         """
         while not self._put(path, data, "create"):
             try:
-                found = obstore.get(self._objects, path)
+                found, meta = self._read(path)
             except FileNotFoundError:  # moved aside since; the name is free again
                 continue
-            if not self._is_vacated(found.meta):
-                return bytes_digest(bytes(found.bytes())) == bytes_digest(data)
-            if self._put(path, data, _only_over(found.meta)):
+            if not self._is_vacated(meta):
+                return bytes_digest(found) == bytes_digest(data)
+            if self._put(path, data, _only_over(meta)):
                 break
         return True
 
@@ -83,18 +91,31 @@ class Store:
 
     def list(self, prefix: str = "") -> _Paths:
         """Sorted paths of the objects under a directory; unfinished writes are not objects."""
-        pages = obstore.list(self._objects, prefix or None)
-        return sorted(meta["path"] for page in pages for meta in page if not self._is_vacated(meta))
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Path -> bytes of the objects under a directory."""
+        found: dict[str, int] = {}
+        seen: _Paths = []
+
+        def read_on() -> None:
+            for page in obstore.list(self._objects, prefix or None, offset=seen[-1] if seen else None):
+                found.update({meta["path"]: meta["size"] for meta in page if not self._is_vacated(meta)})
+                if page and self.local_path is None:  # pages of object stores are in order
+                    seen.append(page[-1]["path"])
+
+        self._retried(prefix, read_on)
+        return found
 
     def children(self, prefix: str) -> _Paths:
         """Sorted names of the directories directly under a directory."""
-        found = obstore.list_with_delimiter(self._objects, prefix or None)["common_prefixes"]
-        return sorted(path.rsplit("/", 1)[-1] for path in found)
+        found = self._retried(prefix, lambda: obstore.list_with_delimiter(self._objects, prefix or None))
+        return sorted(path.rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     def delete(self, path: str) -> None:
         """Delete an object; that there is none is success."""
         try:
-            obstore.delete(self._objects, path)
+            self._retried(path, lambda: obstore.delete(self._objects, path))
         except FileNotFoundError:
             return
 
@@ -139,13 +160,12 @@ class Store:
         # Object stores neither rename atomically nor delete on a condition, but they overwrite on one: the bad object
         # gives way to an empty one, which stands for a free name and which `create` overwrites on a condition too.
         try:
-            found = obstore.get(self._objects, path)
+            data, meta = self._read(path)
         except FileNotFoundError:
             return None
-        data = bytes(found.bytes())
         if bytes_digest(data) != expected_digest or not self.create(aside, data):
             return None
-        if self._put(path, b"", _only_over(found.meta)):
+        if self._put(path, b"", _only_over(meta)):
             return aside
         self.delete(aside)
         return None
@@ -153,14 +173,30 @@ class Store:
     def _put(self, path: str, data: bytes, mode: Any) -> bool:
         """Put on a condition; False when it did not hold."""
         try:
-            obstore.put(self._objects, path, data, mode=mode, use_multipart=False)
+            self._retried(path, lambda: obstore.put(self._objects, path, data, mode=mode, use_multipart=False))
         except (AlreadyExistsError, PreconditionError):
             return False
+        except FileNotFoundError as error:
+            if self.local_path is None:
+                raise no_bucket(self.url) from error
+            raise
         except (BaseError, OSError) as error:
             if is_no_room(error):
                 raise no_room(self.location(path)) from error
             raise
         return True
+
+    def _read(self, path: str) -> tuple[bytes, Any]:
+        """The bytes and metadata of an object, whole; raises FileNotFoundError."""
+
+        def whole() -> tuple[bytes, Any]:
+            found = obstore.get(self._objects, path)
+            return bytes(found.bytes()), found.meta
+
+        return self._retried(path, whole)
+
+    def _retried(self, path: str, call: Callable[[], T]) -> T:
+        return call() if self.local_path is not None else retried(self.location(path), call, self._patience_s)
 
     def _is_vacated(self, meta: Any) -> bool:
         return self.local_path is None and meta["size"] == 0
@@ -189,15 +225,6 @@ def is_no_room(error: BaseException) -> bool:
 def no_room(location: str) -> UserError:
     """The error for a full disk at an absolute path or URL."""
     return UserError(f"no space left to write {location}: free some space and run the same command again")
-
-
-def _remote(url: str) -> Any:
-    try:
-        return from_url(url)
-    except (BaseError, ValueError) as error:
-        raise UserError(
-            f"{url} is no store ({str(error).splitlines()[0]}): use a directory or gs://bucket/prefix"
-        ) from error
 
 
 def _make_directory(root: Path) -> None:
