@@ -1,13 +1,16 @@
 """Published weights: parameters by version through Orbax, visible only once whole, bound to their digest.
 
 On several hosts each writes the parts that its devices hold, and all of them call `publish` and `load` in one order.
+One host writes to an object store by way of its own disk: few requests, each of which is made again when it fails.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +23,9 @@ from jax import Array
 from orbax.checkpoint.options import MultiprocessingOptions
 
 from m2po_jax.config import UserError
+from m2po_jax.rollouts import staging
 from m2po_jax.rollouts.paths import LATEST, WEIGHTS, parse_version, weights_path
+from m2po_jax.rollouts.remote import StoreAway
 from m2po_jax.rollouts.store import Store, is_no_room, no_room
 
 _LOG = logging.getLogger(__name__)
@@ -103,24 +108,40 @@ def load(store: Store, version: int, abstract_params: Any) -> tuple[Any, str]:
     """
     recorded = read_digest(store, version)
     location = store.location(weights_path(version))
-    try:
-        with _LOADING:
-            loader = _loader(_shared(abstract_params))
-            params = loader.restore(location, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
-    except Exception as error:  # Orbax and TensorStore raise many types for damaged files
-        reason = _mismatch(location, abstract_params) or f"they are damaged ({repr(error)[:200]})"
-        raise _unusable(location, version, reason) from error
-    params = jax.tree.map(_on_device, params)
-    if params_digest(params) != recorded or _shapes(params) != _shapes(abstract_params):
-        reason = _mismatch(location, abstract_params) or "their content does not match their digest"
-        raise _unusable(location, version, reason)
+    with _readable(store, version, _shared(abstract_params)) as files:
+        try:
+            with _LOADING:
+                loader = _loader(_shared(abstract_params))
+                params = loader.restore(files, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
+        except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+            reason = _mismatch(files, abstract_params) or f"they are damaged ({repr(error)[:200]})"
+            raise _unusable(location, version, reason) from error
+        params = jax.tree.map(_on_device, params)
+        if params_digest(params) != recorded or _shapes(params) != _shapes(abstract_params):
+            reason = _mismatch(files, abstract_params) or "their content does not match their digest"
+            raise _unusable(location, version, reason)
     return params, recorded
+
+
+def fault(store: Store, version: int) -> str | None:
+    """What is wrong with the weights of a version, whatever the model: read whole, and compared with their digest."""
+    try:
+        recorded = read_digest(store, version)
+        with _readable(store, version, False) as files, _LOADING:
+            params = _loader(False).restore(files, args=ocp.args.StandardRestore(_abstract(files)))
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+        return f"damaged ({repr(error)[:200]})"
+    return None if params_digest(params) == recorded else "their content does not match their digest"
 
 
 def read_digest(store: Store, version: int) -> str:
     """The digest recorded with a version's weights; raises UserError naming the versions there are when missing."""
     location = store.location(weights_path(version))
     try:
+        if not is_there(store, version):
+            raise FileNotFoundError(location)
         return str(json.loads(store.get(f"{weights_path(version)}/{_METADATA}"))["custom_metadata"][_DIGEST])
     except FileNotFoundError as error:
         there = ", ".join(map(str, versions(store))) or "none"
@@ -145,31 +166,62 @@ def latest(store: Store) -> tuple[int, str] | None:
 
 def versions(store: Store) -> list[int]:
     """Versions whose weights are there, in order; unfinished and half-deleted ones do not count."""
-    return [version for name in store.children(WEIGHTS) if (version := parse_version(name)) is not None]
+    return [version for name in staging.whole(store, WEIGHTS) if (version := parse_version(name)) is not None]
+
+
+def is_there(store: Store, version: int) -> bool:
+    """Whether the weights of one version are there, whole: one small request."""
+    return staging.is_whole(store, weights_path(version))
 
 
 def retire(store: Store, version: int) -> None:
     """Delete the weights of a version; that there are none is success."""
-    store.delete_prefix(weights_path(version))
+    staging.remove(store, weights_path(version))
 
 
 def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     location = store.location(weights_path(version))
-    if version not in versions(store):
+    if not is_there(store, version):
         try:
-            shared = _shared(params)
-            arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
-            _saver(shared).save(location, args=arrays, custom_metadata={_DIGEST: digest})
+            _write(store, version, params, {_DIGEST: digest})
             return Published(version, digest, created=True)
+        except (UserError, StoreAway):
+            raise
         except Exception as error:  # Orbax and TensorStore raise many types
             if is_no_room(error):
                 raise no_room(location) from error
-            if version not in versions(store):  # not a lost race either
+            if not is_there(store, version):  # not a lost race either
                 raise
     there = read_digest(store, version)
     if there != digest:
         _LOG.warning("%s holds other weights already: kept %s, not %s", location, there[:12], digest[:12])
     return Published(version, there, created=False)
+
+
+def _write(store: Store, version: int, params: Any, metadata: dict[str, str]) -> None:
+    shared = _shared(params)
+    arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
+    if store.local_path is not None or shared:
+        location = store.location(weights_path(version))
+        _saver(shared).save(location, args=arrays, custom_metadata=metadata)
+        return
+    with staging.scratch("weights") as folder:
+        _saver(False).save(folder / "params", args=arrays, custom_metadata=metadata)
+        staging.upload(store, folder / "params", weights_path(version))
+
+
+@contextlib.contextmanager
+def _readable(store: Store, version: int, shared: bool) -> Iterator[str]:
+    """Where Orbax is to read a version: where it is, or a copy on the local disk for as long as the block lasts."""
+    if store.local_path is not None or shared:
+        yield store.location(weights_path(version))
+        return
+    with staging.scratch("weights") as folder:
+        try:
+            staging.download(store, weights_path(version), folder / "params")
+        except FileNotFoundError as error:  # retired meanwhile
+            raise _unusable(store.location(weights_path(version)), version, "they are gone") from error
+        yield str(folder / "params")
 
 
 def _point_latest(store: Store, version: int, digest: str) -> None:
@@ -179,6 +231,8 @@ def _point_latest(store: Store, version: int, digest: str) -> None:
 
 
 def _sweep(store: Store, version: int) -> None:
+    if store.local_path is None:
+        return  # an upload replaces what is left of an earlier one
     for name in store.children(WEIGHTS):
         if name.startswith(f"{version:08d}.") or ".deleting-" in name:
             store.delete_prefix(f"{WEIGHTS}/{name}")
@@ -259,6 +313,12 @@ def _mismatch(location: str, abstract_params: Any) -> str | None:
         if saved.get(path) != wanted.get(path):
             return f"{path} is {saved.get(path, 'missing')}, this model has {wanted.get(path, 'none')}"
     return None
+
+
+def _abstract(location: str) -> Any:
+    """Numpy arrays with the saved shapes and dtypes."""
+    saved = _loader(False).metadata(location).item_metadata.tree
+    return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
 
 
 def _shapes(tree: Any) -> dict[str, str]:
