@@ -70,6 +70,7 @@ read_config() {
 	source "$CONFIG"
 	set -eu
 	LEARNER_SLICES=${LEARNER_SLICES:-1} SPOT=${SPOT:-no} GRACE_S=${GRACE_S:-300} GENERATOR_SLICES=${GENERATOR_SLICES:-0}
+	declare -p GENERATOR_ARGUMENTS >/dev/null 2>&1 || GENERATOR_ARGUMENTS=()
 	RUN=${BUCKET:-}/runs/${NAME:-}
 }
 
@@ -102,8 +103,7 @@ require_shared() {
 			fail "ARGUMENTS in $CONFIG must leave --run out: the run is BUCKET/runs/NAME, $RUN"
 	done
 	((GENERATOR_SLICES == 0)) && return
-	require 'GENERATOR_TOPOLOGY:chip and shape, such as v6e:2x2' \
-		'GENERATOR_ARGUMENTS:the command line after m2po, in parentheses'
+	require 'GENERATOR_TOPOLOGY:chip and shape, such as v6e:2x2'
 	require_topology GENERATOR_TOPOLOGY
 	require_list GENERATOR_ARGUMENTS
 }
@@ -134,8 +134,12 @@ chips() {
 }
 
 # What a host runs after it has the source, as words in COMMAND: learner_command, or generator_command.
-learner_command() { COMMAND=(launch/host.sh train "${ARGUMENTS[@]}" --run "$RUN" --distributed); }
-generator_command() { COMMAND=(launch/host.sh "${GENERATOR_ARGUMENTS[@]}"); }
+learner_command() {
+	local program=train
+	((GENERATOR_SLICES == 0)) || program=learn
+	COMMAND=(launch/host.sh "$program" "${ARGUMENTS[@]}" --run "$RUN" --distributed)
+}
+generator_command() { COMMAND=(launch/host.sh generate "$RUN" "${GENERATOR_ARGUMENTS[@]}"); }
 
 # Lines of shell that bring the source at REVISION into the current directory, new or not.
 fetch_lines() {

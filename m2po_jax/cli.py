@@ -1,53 +1,22 @@
 """The `m2po` command. Exit codes: 0 done, 2 bad input (one line, with the fix), 1 failure, 130 or 143 stopped."""
 
-import contextlib
-import dataclasses
 import difflib
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg
 
 from m2po_jax import __version__
+from m2po_jax.cli_training import OBJECTIVE_FLAG, STOPPED, code_of, flag_of, generate, learn, train
 from m2po_jax.config import Config, UserError
 
 if TYPE_CHECKING:  # these import JAX, which most commands start sooner without
-    from m2po_jax.learner.hosts import Hosts
-    from m2po_jax.learner.profiling import Profile
-
-STOPPED = 130
-"""By Ctrl-C, with a checkpoint; 128 and the number of SIGINT, as shells have it."""
-PREEMPTED = 143
-"""By SIGTERM, on any host, with a checkpoint: to be started again."""
-
-_LAST_WORDS_S = 2.0
-
-OBJECTIVE_FLAG = "--objective.name"
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Where to run, and the configuration, each field of which is a flag."""
-
-    run: str | None = None
-    """Run directory; resumed if it exists with the same configuration. Default: runs/NAME."""
-    base: str | None = None
-    """Another run whose version 0 becomes the base policy, in place of a warm start."""
-    distributed: bool = False
-    """One of several hosts that train together, all with the same command; README.md says how they find each other."""
-    profile: str | None = None
-    """Updates to trace with jax.profiler, FIRST:END, as 10:13 for 10, 11 and 12: the whole batches that they are in."""
-    profile_dir: str | None = None
-    """Local directory for the trace. Default: RUN/profile, or profiles/NAME for a run that is not on this machine."""
-    config: Annotated[Config, arg(name="")] = field(default_factory=Config)
+    pass
 
 
 @dataclass(frozen=True)
@@ -127,128 +96,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 2
     except KeyboardInterrupt as stop:
         print("m2po: stopped at once; the same command resumes from the last checkpoint", file=sys.stderr)
-        code = _code_of(stop)
+        code = code_of(stop)
     except BrokenPipeError:  # the reader of our output has gone, as in `m2po inspect RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)
-
-
-def train(arguments: list[str]) -> int:
-    """Train one configuration in lockstep: generation and learning in one program, on one host or on several.
-
-    Example: m2po train experiments/quickstart.py:m2po-s256 --run runs/mine --learner.learning-rate 5e-5
-    """
-    if "--distributed" not in arguments or {"-h", "--help"} & set(arguments):
-        return _train(*_train_command(arguments))
-    from m2po_jax.learner.hosts import Hosts, LostHost, connect
-
-    connect()  # before anything asks JAX for its devices
-    hosts = Hosts()
-    try:
-        with hosts.together():
-            code = _train(*_train_command(arguments), hosts)
-    except (LostHost, KeyboardInterrupt) as reason:
-        why = f"another host was lost ({reason})" if isinstance(reason, LostHost) else "stopped at once"
-        print(f"m2po: host {hosts.index}: {why}; the same command resumes from the last checkpoint", file=sys.stderr)
-        # Where JAX knows of a lost host it is about to end this one too, with a stack trace.
-        _leave(hosts, 1) if isinstance(reason, LostHost) else _leave(hosts, _code_of(reason), _LAST_WORDS_S)
-    except UserError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        _leave(hosts, 1, _LAST_WORDS_S)
-    return code
-
-
-def _leave(hosts: "Hosts", code: int, patience_s: float = 0.0) -> NoReturn:
-    """Exit: at a normal exit JAX would wait for the other hosts, and it ends them when the first has gone."""
-    sys.stderr.flush()
-    time.sleep(patience_s if hosts.first else 0.0)
-    os._exit(code)
-
-
-def _train_command(arguments: list[str]) -> tuple[TrainOptions, str]:
-    """Options and run directory of a command line."""
-    from m2po_jax import catalog
-
-    reference = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if reference is None and not {"-h", "--help"} & set(arguments):
-        raise UserError("name a configuration: m2po train experiments/quickstart.py:m2po-s256 (or a run to resume)")
-    config = catalog.resolved(Config()) if reference is None else catalog.find_config(reference)
-    if objective := _flag(arguments, OBJECTIVE_FLAG):
-        config = catalog.with_objective(config, objective)
-    options = _train_options(config, arguments[1:] if reference else arguments)
-    options = dataclasses.replace(options, config=catalog.with_sources(catalog.resolved(options.config)))
-    resumed = reference if reference and catalog.names_run(reference) else None
-    return options, (options.run or resumed or f"runs/{options.config.name}")
-
-
-def _train_options(config: Config, arguments: list[str]) -> TrainOptions:
-    """The flags: every field of the configuration, and those of its objective's own, with their help and choices."""
-    from m2po_jax import objectives
-
-    values = objectives.get(config.objective.name, **config.objective.hyperparameters).config
-    own = ("hyperparameters", Annotated[type(values), arg(name="objective")], values)
-    flags = dataclasses.make_dataclass("TrainOptions", [own], bases=(TrainOptions,), frozen=True)
-    given = tyro.cli(
-        flags,
-        default=flags(config=config),
-        args=arguments,
-        prog="m2po train CONFIG",
-        description=train.__doc__,
-    )
-    known = config.objective.hyperparameters
-    chosen = {name: value for name, value in dataclasses.asdict(given.hyperparameters).items() if name in known}
-    objective = dataclasses.replace(given.config.objective, hyperparameters=chosen)
-    options = {each.name: getattr(given, each.name) for each in dataclasses.fields(TrainOptions)}
-    return TrainOptions(**options | {"config": dataclasses.replace(given.config, objective=objective)})
-
-
-def _train(options: TrainOptions, run: str, hosts: "Hosts | None" = None) -> int:
-    from m2po_jax import lockstep
-    from m2po_jax.analysis import report
-    from m2po_jax.progress import HostView, RunView, StopSignals, bars, hush_closed_loops
-
-    hush_closed_loops()
-    speaks = hosts is None or hosts.first
-    with StopSignals() as signals, bars() if speaks else contextlib.nullcontext() as drawn:
-        name = options.config.name if hosts is None or hosts.first else f"host {hosts.index}"
-        view = RunView(drawn, name, signals) if drawn else HostView(name, signals)
-        signals.told = lambda: view.note("stopping after this batch, with a checkpoint; once more stops at once")
-        host = hosts.index if hosts is not None and hosts.count > 1 else None
-        profile = _profile(options, run, host, view.note)
-        try:
-            outcome = lockstep.train(options.config, run, view, options.base, hosts, profile)
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(signals.asked) from stop
-    if speaks and outcome.finished:
-        print(f"finished {run} at version {outcome.version}; report: {report.write([run])}", flush=True)
-    elif speaks:
-        print(f"stopped at version {outcome.version}; resume with: m2po train {run}", file=sys.stderr)
-    # All end together: at the end of a process JAX does not let it wait long for the others.
-    asked = [signals.asked] if hosts is None else hosts.gather("the end", signals.asked)
-    if outcome.finished:
-        return 0
-    return STOPPED if "SIGINT" in asked else PREEMPTED  # as a Ctrl-C on any host is no reason to start again
-
-
-def _profile(options: TrainOptions, run: str, host: int | None, say: Callable[[str], None]) -> "Profile | None":
-    """What is to be traced, each of several hosts into a directory of its own."""
-    from m2po_jax.learner.profiling import Profile, chosen
-
-    if options.profile is None:
-        if options.profile_dir is not None:
-            raise UserError("--profile-dir says where a trace goes: say of which updates, as in --profile 10:13")
-        return None
-    versions = chosen(options.profile, options.config.learner.total_updates)
-    where = f"profiles/{options.config.name}" if "://" in run else f"{run}/profile"
-    directory = Path(options.profile_dir or where)
-    return Profile(versions, directory if host is None else directory / f"host-{host}", say)
-
-
-def _code_of(stop: KeyboardInterrupt) -> int:
-    return PREEMPTED if stop.args == ("SIGTERM",) else STOPPED
 
 
 def plan(arguments: list[str]) -> int:
@@ -266,7 +118,7 @@ def plan(arguments: list[str]) -> int:
     if reference is None and not {"-h", "--help"} & set(arguments):
         raise UserError("name a configuration: m2po plan experiments/plans.py:qwen3-8b --topology v5p:4x4x4")
     config = catalog.resolved(Config()) if reference is None else catalog.find_config(reference)
-    if objective := _flag(arguments, OBJECTIVE_FLAG):
+    if objective := flag_of(arguments, OBJECTIVE_FLAG):
         config = catalog.with_objective(config, objective)
     options = tyro.cli(
         PlanOptions,
@@ -345,6 +197,8 @@ def export(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "learn": learn,
+    "generate": generate,
     "sweep": sweep,
     "report": report,
     "inspect": inspect,
@@ -374,14 +228,3 @@ def _usage() -> str:
         summary, _, example = (command.__doc__ or "").partition("Example:")
         lines += [f"  {name:9}{' '.join(summary.split())}", f"           {example.strip()}"]
     return "\n".join(lines)
-
-
-def _flag(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that must be known before the others can be parsed; the last one counts, as in tyro."""
-    value = None
-    for index, argument in enumerate(arguments):
-        if argument == flag and index + 1 < len(arguments):
-            value = arguments[index + 1]
-        elif argument.startswith(f"{flag}="):
-            value = argument.removeprefix(f"{flag}=")
-    return value

@@ -15,19 +15,11 @@ import tyro
 from m2po_jax import __version__
 from m2po_jax.config_json import differences as differences
 from m2po_jax.config_json import flatten, structured
-
-
-class UserError(Exception):
-    """Something the user can mend: the message is one line that names the thing and the fix (exit code 2)."""
-
-
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot run; the message names the field and the fix."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+from m2po_jax.config_staleness import SourceConfig as SourceConfig
+from m2po_jax.config_staleness import StalenessConfig
+from m2po_jax.errors import ConfigError
+from m2po_jax.errors import UserError as UserError
+from m2po_jax.errors import require as _require
 
 
 @dataclass(frozen=True)
@@ -170,14 +162,26 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn. Log-probs are those of the sampled distribution, in float32."""
+    """How responses are drawn. Log-probs are those of the softmax at `temperature`, before truncation, in float32."""
 
     temperature: float = 1.0
     """Divides the logits, in the sampler and in the learner alike."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens only, as few as together have this probability; 1.0: from all."""
+    top_k: int | None = None
+    """Draw from this many of the likeliest tokens only; None: from all. Not for training: shards cannot state it."""
+    train_on_truncated: bool = False
+    """Allow training with top_p below 1, though ratios are of the whole softmax and tokens were drawn from a part."""
     max_new_tokens: int = 10
     """Longest response in tokens, end token included."""
+    slots: int | None = None
+    """Responses decoded side by side; one that ends makes room for the next. None: as many as suit a work unit."""
 
     def __post_init__(self):
+        _require(0.0 < self.top_p <= 1.0, f"sampling.top_p is {self.top_p}: use a share above 0, at most 1")
+        for name in ("top_k", "slots"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"sampling.{name} is {value}: use 1 or more, or None")
         _require(self.temperature > 0.0, f"sampling.temperature is {self.temperature}: use a positive number")
         _require(self.max_new_tokens >= 1, f"sampling.max_new_tokens is {self.max_new_tokens}: use 1 or more")
 
@@ -192,6 +196,8 @@ class RolloutConfig:
     """Responses G to each prompt."""
     units_per_batch: int = 2
     """Work units, hence shards, in one batch; each holds whole groups."""
+    rescore: bool = False
+    """Score every response again by the learner's forward pass; both log-probs are stored, their mismatch reported."""
     keep_weights_every: int | None = None
     """Keep the weights of every version divisible by this after they were served; None keeps only version 0."""
 
@@ -212,19 +218,6 @@ class RolloutConfig:
     def prompts_per_unit(self) -> int:
         """Prompts in one work unit."""
         return self.prompts_per_batch // self.units_per_batch
-
-
-@dataclass(frozen=True)
-class StalenessConfig:
-    """Which versions' rollouts a learner step reads."""
-
-    policy: Literal["exactly"] = "exactly"
-    """`exactly`: the delay line, version n trains on data of version n - k (version 0 while n < k)."""
-    k: int = 0
-    """Staleness in model updates."""
-
-    def __post_init__(self):
-        _require(self.k >= 0, f"staleness.k is {self.k}: staleness is 0 or more model updates")
 
 
 @dataclass(frozen=True)
@@ -400,15 +393,21 @@ class Config:
             f"learner.updates_per_batch {learner.updates_per_batch} does not divide"
             f" rollouts.prompts_per_batch {rollouts.prompts_per_batch}: a mini-batch holds whole groups",
         )
-        _require(
-            self.staleness.k % learner.publish_interval == 0,
-            f"staleness.k {self.staleness.k} is not a multiple of the publishing interval"
-            f" {learner.publish_interval}: no version of that age exists",
-        )
+        self.staleness.require_satisfiable(learner.updates_per_batch, learner.publish_interval)
         _require(
             self.evaluation.every % learner.updates_per_batch == 0,
             f"evaluation.every {self.evaluation.every} is not a multiple of learner.updates_per_batch"
             f" {learner.updates_per_batch}",
+        )
+        _require(
+            self.sampling.top_k is None,
+            f"sampling.top_k is {self.sampling.top_k}: a shard cannot state it, so that a run cannot train on it; use"
+            " top_k None",
+        )
+        _require(
+            self.sampling.top_p == 1.0 or self.sampling.train_on_truncated,
+            f"sampling.top_p is {self.sampling.top_p}: ratios would be of the whole softmax on tokens drawn from a part"
+            " of it; use top_p 1.0, or say --sampling.train-on-truncated",
         )
         _require(
             self.objective.overlong_cache < self.sampling.max_new_tokens,

@@ -45,6 +45,8 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     )
     flat: dict[str, Any] = {}
     for key, value in items.items():
+        if isinstance(value, tuple) and any(dataclasses.is_dataclass(part) for part in value):
+            value = {str(index): part for index, part in enumerate(value)}
         if isinstance(value, dict) or dataclasses.is_dataclass(value):
             flat |= flatten(value, f"{prefix}{key}.")
         else:

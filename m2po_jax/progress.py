@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,28 +16,6 @@ from m2po_jax.analysis.figures import sparkline
 
 _LINES_A_RUN = 16
 _SILENCE_S = 30.0
-
-
-class Progress(Protocol):
-    """What a trainer tells whoever watches it, and asks back: whether to stop."""
-
-    def note(self, message: str) -> None:
-        """One line worth reading."""
-
-    def doing(self, what: str) -> None:
-        """What the trainer is at, until it says something else."""
-
-    def warm_start(self, step: int, accuracy: float, target: float) -> None:
-        """A check of the warm start."""
-
-    def update(self, version: int, total: int, metrics: dict[str, Any]) -> None:
-        """A batch is done; `metrics` are those of the newest update that was fetched."""
-
-    def evaluation(self, version: int, accuracy: float) -> None:
-        """A held-out accuracy."""
-
-    def stopping(self) -> bool:
-        """Whether someone asked to stop after this batch."""
 
 
 class StopSignals:
@@ -188,3 +166,48 @@ class RunView:
         self._spoke = time.monotonic()
         if not self._bars.console.is_terminal:
             self.note(message)
+
+
+class GeneratorView:
+    """One generator's bar: how far the learner is, and what this generator does."""
+
+    def __init__(self, drawn: Bars, signals: StopSignals):
+        """Draws among the `drawn` bars."""
+        self._bars, self._signals = drawn, signals
+        self._task = drawn.add_task("generator", total=None, facts="starting")
+        self._spoke, self._made = float("-inf"), "made no units"
+
+    @property
+    def summary(self) -> str:
+        """What was made, in a few words."""
+        return self._made
+
+    def note(self, message: str) -> None:
+        """One line above the bar."""
+        self._bars.console.print(f"generator: {message}", markup=False, highlight=False, soft_wrap=True)
+
+    def unit(self, position: int, total: int, facts: dict[str, Any]) -> None:
+        """A unit was made."""
+        twice = f", {facts['units_twice']} of them made twice" if facts["units_twice"] else ""
+        self._made = f"made {facts['units_made']:,} units{twice}"
+        text = (
+            f"version {facts['behavior_version']}  lag {facts['lag']}  reward {facts['reward_mean']:.2f}"
+            f"  {facts['tokens_per_s']:,.0f} tokens/s  slots {facts['slot_occupancy']:.0%} busy"
+        )
+        if "mismatch_mean" in facts:
+            text += f"  mismatch {facts['mismatch_mean']:.1e}"
+        self._show(position, total, f"{text}  {self._made}")
+
+    def waiting(self, position: int, total: int, what: str) -> None:
+        """Nothing is to be made now."""
+        self._show(position, total, f"{what}  {self._made}")
+
+    def stopping(self) -> bool:
+        """Whether a signal asked to stop."""
+        return self._signals.asked is not None
+
+    def _show(self, position: int, total: int, facts: str) -> None:
+        self._bars.update(self._task, completed=position, total=total, facts=facts)
+        if not self._bars.console.is_terminal and time.monotonic() - self._spoke > _SILENCE_S:
+            self._spoke = time.monotonic()
+            self.note(f"learner at {position}/{total}  {facts}")

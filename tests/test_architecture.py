@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "m2po_jax"
 LEVELS = (
-    {"config", "config_json"},
+    {"config", "config_json", "config_staleness", "errors"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
-    {"cli", "lockstep", "sweep", "exporting", "catalog", "progress", "__main__"},
+    {"cli", "cli_training", "lockstep", "opening", "services", "sweep", "exporting", "catalog", "progress", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 BANNED_PAIRS = {

@@ -92,6 +92,12 @@ def test_something_else_is_no_configuration(text):
         (lambda: ModelConfig(rope_original_positions=0), "model.rope_original_positions"),
         (lambda: RolloutConfig(prompts_per_batch=10, units_per_batch=4), "rollouts.units_per_batch"),
         (lambda: SamplingConfig(temperature=0.0), "sampling.temperature"),
+        (lambda: SamplingConfig(top_p=0.0), "sampling.top_p is 0.0"),
+        (lambda: SamplingConfig(top_p=1.1), "sampling.top_p is 1.1"),
+        (lambda: SamplingConfig(top_k=0), "sampling.top_k is 0"),
+        (lambda: SamplingConfig(slots=0), "sampling.slots is 0"),
+        (lambda: Config(sampling=SamplingConfig(top_k=20)), "sampling.top_k is 20: a shard cannot state it"),
+        (lambda: Config(sampling=SamplingConfig(top_p=0.9)), "sampling.top_p is 0.9: .*train-on-truncated"),
         (lambda: TaskConfig(min_operands=1), "task.min_operands"),
         (lambda: TaskConfig(min_operands=5), "task.max_operands"),
         (lambda: TaskConfig(held_out_fraction=1.0), "task.held_out_fraction"),
@@ -105,6 +111,12 @@ def test_what_cannot_run_is_refused_by_the_name_of_the_field(make, field):
     with pytest.raises(ConfigError, match=field) as refusal:
         make()
     assert "\n" not in str(refusal.value)
+
+
+def test_training_on_truncated_draws_has_to_be_asked_for():
+    """REGRESSIONS 3: ratios of the whole softmax on tokens drawn from a part of it compare two distributions."""
+    config = Config(sampling=SamplingConfig(top_p=0.9, train_on_truncated=True))
+    assert from_json(to_json(config, "run")) == config
 
 
 def test_differences_name_dotted_fields_with_both_values():

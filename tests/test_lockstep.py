@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m2po_jax import lockstep
 from m2po_jax.config import ConfigError, StalenessConfig, UserError, WarmStartConfig
 from m2po_jax.generation import service
+from m2po_jax.learner import loop
 from m2po_jax.rollouts import (
+    Schedule,
     Store,
     UnitId,
     batch_record_path,
-    batches_of,
     read_batch_record,
     read_diagnostics,
     read_shard,
@@ -70,7 +70,7 @@ class Compilations(logging.Handler):
 
 
 def watch_updates(patch: pytest.MonkeyPatch, watcher: Observed, poisoned: int | None = None) -> None:
-    make_update = lockstep.make_update
+    make_update = loop.make_update
 
     def watched(*arguments: Any):
         update = make_update(*arguments)
@@ -85,7 +85,7 @@ def watch_updates(patch: pytest.MonkeyPatch, watcher: Observed, poisoned: int | 
 
         return wrapper
 
-    patch.setattr(lockstep, "make_update", watched)
+    patch.setattr(loop, "make_update", watched)
 
 
 def watch_retirement(patch: pytest.MonkeyPatch, watcher: Observed) -> None:
@@ -204,10 +204,11 @@ def test_a_skipped_update_consumes_its_data_counts_and_is_said(on_policy):
 
 
 def test_weights_go_when_a_whole_checkpoint_no_longer_needs_them(stale):
-    delay_line = {"k": K, "updates_per_batch": U, "publish_every": U}
+    schedule = Schedule.of(CONFIG)
+    consumed = {n: schedule.reads(n)[0].version for n in range(0, TOTAL, U)}
     assert [version for version, _ in stale.retired] == [2, 4]
     for version, checkpoint in stale.retired:
-        assert all(consumed < checkpoint for consumed, _ in batches_of(version, **delay_line))
+        assert all(n < checkpoint for n, behavior in consumed.items() if behavior == version)
     assert weights.versions(Store.open(stale.run)) == [0, 6, 8, 10, 12, TOTAL], (
         "the base, every sixth, the last, and what batches after checkpoint 12 need, should the last one be damaged"
     )

@@ -48,12 +48,12 @@ def base(standard_promotion) -> Path:
 def reference(env, base, tmp_path_factory) -> Path:
     """The same run, uninterrupted."""
     run = tmp_path_factory.mktemp("reference") / "run"
-    finished = tiny.run(env, "-m", "tests.dying_run", run, base)
+    finished = tiny.run(env, "-m", "tests.dying_run", "train", run, base)
     assert finished.returncode == 0, finished.stderr
     return run
 
 
-def same_end(run: Path, reference: Path) -> None:
+def same_end(run: Path | str, reference: Path) -> None:
     """Final parameters to the bit, every metric, each group trained on once, nothing left over, nothing made twice."""
     assert tiny.weights_digest(run, TOTAL) == tiny.weights_digest(reference, TOTAL)
     assert tiny.lines(run) == tiny.lines(reference)
@@ -73,11 +73,11 @@ def test_a_run_that_is_killed_at_every_step_ends_with_the_same_bits(env, base, r
     run = tmp_path / "run"
     newest = []
     for point, nth in DEATHS:
-        died = tiny.run(env, "-m", "tests.dying_run", run, base, point, nth)
+        died = tiny.run(env, "-m", "tests.dying_run", "train", run, base, point, nth)
         assert died.returncode == KILLED, (point, died.stdout, died.stderr)
         newest.append(max((int(path.stem) for path in run.glob("batches/*.json")), default=-1))
     assert newest == sorted(newest) and len(set(newest)) >= 4, "the deaths are spread over the run"
-    ended = tiny.run(env, "-m", "tests.dying_run", run, base)
+    ended = tiny.run(env, "-m", "tests.dying_run", "train", run, base)
     assert ended.returncode == 0, ended.stderr
     assert "resumed from checkpoint" in ended.stdout and "bad shard" not in ended.stdout
     same_end(run, reference)
@@ -132,7 +132,7 @@ def test_a_run_on_a_full_disk_says_so_and_resumes_with_more_room(env, base, refe
     run, full = root / "run", 0
     for size_kib in (200, 360, 520, 4096):
         assert resize(size_kib)
-        ended = tiny.run(env, "-m", "tests.dying_run", run, base)
+        ended = tiny.run(env, "-m", "tests.dying_run", "train", run, base)
         if ended.returncode == 0:
             break
         full += 1

@@ -75,6 +75,7 @@ class Watcher:
         self.warm_starts: list[tuple[int, float, float]] = []
         self.versions: list[int] = []
         self.accuracies: dict[int, float] = {}
+        self.units: list[dict[str, Any]] = []
         self._stop_at, self._reached = stop_at, -1
 
     def note(self, message: str) -> None:
@@ -93,6 +94,12 @@ class Watcher:
     def evaluation(self, version: int, accuracy: float) -> None:
         self.accuracies[version] = accuracy
         self._reached = version
+
+    def unit(self, position: int, total: int, facts: dict[str, Any]) -> None:
+        self.units.append(facts)
+
+    def waiting(self, position: int, total: int, what: str) -> None:
+        self.doings.append(what)
 
     def stopping(self) -> bool:
         return self._stop_at is not None and self._reached >= self._stop_at

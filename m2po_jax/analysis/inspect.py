@@ -111,7 +111,9 @@ def inspect(path: str | Path, progress: Progress | None = None) -> InspectReport
         latest_weights=weights.latest(store),
         versions=_by_version(shards, records),
         records=len(records),
-        missing=tuple(sorted({name for record in records for name, _ in record.shards} - present)),
+        missing=tuple(
+            sorted({name for record in records if record.run is None for name, _ in record.shards} - present)
+        ),
         set_aside=tuple(name for name in names if ".parquet.bad-" in name),
         faults=tuple((shard.path, shard.fault) for shard in shards if shard.fault is not None),
     )
@@ -188,9 +190,14 @@ def _records(store: Store) -> Iterator[BatchRecord]:
             yield record
 
 
+def _recorded(records: list[BatchRecord]) -> dict[str, str]:
+    """Path -> digest of the shards of this run that its learner recorded."""
+    return {path: digest for record in records if record.run is None for path, digest in record.shards}
+
+
 def _judged(shards: list[ShardSummary], store: Store, records: list[BatchRecord]) -> list[ShardSummary]:
     """The shards, with the faults that show only beside the rest of the run."""
-    recorded = {path: digest for record in records for path, digest in record.shards}
+    recorded = _recorded(records)
     sound = [shard for shard in shards if shard.fault is None]
     tokenizer = _most_common(shard.tokenizer_fingerprint for shard in sound)
     wrote = {
@@ -233,7 +240,8 @@ def _by_version(shards: list[ShardSummary], records: list[BatchRecord]) -> tuple
         of_version.setdefault(shard.unit.version, []).append(shard)
     ages: dict[int, set[int]] = {}
     for record in records:
-        ages.setdefault(record.behavior_version, set()).add(record.staleness_updates)
+        for unit, age in zip(record.units, record.ages, strict=True) if record.run is None else ():
+            ages.setdefault(unit.version, set()).add(age)
     return tuple(
         _version_summary(version, members, tuple(sorted(ages.get(version, ()))))
         for version, members in sorted(of_version.items())
@@ -268,7 +276,7 @@ def _overview(report: InspectReport) -> Table:
     rows = {
         "run": f"{escape(report.path)}  (id {report.run_id}, m2po-jax {escape(run.package_version)})",
         "arm": f"{config.name}, seed {config.seed}: {config.objective.name}{f' ({given})' if given else ''}",
-        "staleness": f"{config.staleness.policy}({config.staleness.k}), {config.learner.updates_per_batch} updates"
+        "staleness": f"{config.staleness}, {config.learner.updates_per_batch} updates"
         f" a batch of {config.rollouts.prompts_per_batch} x {config.rollouts.group_size}",
         "learner": f"{run.progress:,} of {total:,} updates, {state}; {report.records:,} batches recorded",
         "accuracy": _curve(run.evaluations["accuracy"].to_numpy(float)),

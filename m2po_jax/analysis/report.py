@@ -38,8 +38,8 @@ SAMPLES_PER_VERSION = 4
 _LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "pandas", "pyarrow", "matplotlib")
 
 
-def write(run_paths: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the page and `figures/*.png` beside it; returns where the page is.
+def write(run_paths: Sequence[str | Path], output: str | Path | None = None) -> Path | str:
+    """Write the page and `figures/*.png` beside it; returns where the page is, a path or a URL.
 
     `run_paths` are runs or folders of runs. `output` is the page's file (`*.html`) or its folder; without it the page
     goes into the run, or, for several, into the folder they share. Raises UserError for a path without runs.
@@ -51,7 +51,7 @@ def write(run_paths: Sequence[str | Path], output: str | Path | None = None) -> 
     for title, figure in drawn.items():
         store.replace(f"figures/{title}.png", figures.png(figure))
     store.replace(name, page(runs, drawn).encode())
-    return folder / name
+    return f"{folder}/{name}" if "://" in folder else Path(folder) / name
 
 
 def page(runs: Sequence[RunData], drawn: dict[str, Figure]) -> str:
@@ -125,13 +125,15 @@ def _samples(run: RunData) -> list[tuple[int, list[Sample]]]:
     return [(version, [sample for sample in samples if sample.version == version]) for version in versions]
 
 
-def _destination(paths: Sequence[str], output: str | Path | None) -> tuple[Path, str]:
+def _destination(paths: Sequence[str], output: str | Path | None) -> tuple[str, str]:
     if output is not None:
-        wanted = Path(output)
-        return (wanted.parent, wanted.name) if wanted.suffix == ".html" else (wanted, "report.html")
+        folder, _, name = str(output).rpartition("/")
+        return (folder or ".", name) if name.endswith(".html") else (str(output), "report.html")
+    if len(paths) == 1:
+        return paths[0], "report.html"
     if remote := [path for path in paths if "://" in path]:
         raise UserError(f"{remote[0]} is not on this machine: say where the report goes with --output")
-    return Path(paths[0] if len(paths) == 1 else os.path.commonpath([os.path.abspath(p) for p in paths])), "report.html"
+    return os.path.commonpath([os.path.abspath(path) for path in paths]), "report.html"
 
 
 def _variable(color: str) -> str:

@@ -2,5 +2,6 @@
 
 from m2po_jax.generation.sampler import Responses, Sampler
 from m2po_jax.generation.service import Generator
+from m2po_jax.generation.worker import Worker
 
-__all__ = ["Generator", "Responses", "Sampler"]
+__all__ = ["Generator", "Responses", "Sampler", "Worker"]

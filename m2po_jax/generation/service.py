@@ -2,8 +2,11 @@
 
 import os
 import socket
+import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,11 +14,38 @@ import numpy as np
 from m2po_jax.config import Config
 from m2po_jax.generation.engine import Generated, Streams, sampling_keys
 from m2po_jax.generation.sampler import Responses, Sampler
-from m2po_jax.models import Transformer
+from m2po_jax.models import Transformer, response_logprobs
 from m2po_jax.rollouts import Provenance, Rollouts, Store, UnitId, shard_path, weights, write_shard
-from m2po_jax.tasks import Problem, Task, right_padded
+from m2po_jax.tasks import Problem, Task, left_padded, right_padded
 
 _GROUPS_PER_VERSION = 2**32
+
+
+class Begun(NamedTuple):
+    """A unit that is being sampled."""
+
+    unit: UnitId
+    problems: list[Problem]
+    generated: Generated
+    weights_digest: str
+    params: Any
+    """Of the version that samples it; kept to score it again."""
+    since: float
+
+
+@dataclass(frozen=True)
+class Made:
+    """A unit that has its shard."""
+
+    first: bool
+    """False if another producer was first with other content, which stands."""
+    tokens: int
+    """Sampled."""
+    seconds: float
+    """From the beginning of this unit, or the end of the one before it, to its end."""
+    reward_mean: float
+    mismatch: dict[str, float]
+    """Behaviour log-probs against the learner's forward pass; empty where nothing was scored again."""
 
 
 class Generator:
@@ -34,24 +64,40 @@ class Generator:
         self._stream = Streams.of(config.seed).rollouts
         self._abstract = abstract_params or jax.eval_shape(model.init_params, jax.random.key(0))
         self._loaded: tuple[int, Any, str] | None = None
+        self._ended = 0.0
 
     def missing(self, units: Sequence[UnitId]) -> list[UnitId]:
         """Those of `units` that have no shard yet."""
         return [unit for unit in units if not self.store.exists(shard_path(unit))]
 
     def make(self, units: Sequence[UnitId], share: int = 0, shares: int = 1) -> None:
-        """Sample units, all of one version, and write every one, or every `shares`th from `share` on.
+        """Sample units and write every one, or every `shares`th from `share` on.
 
         Sampling of a unit runs while the one before it is graded and written. On several hosts, whose devices sample
         together, all make the same units, and each writes its share.
         """
-        if not units:
-            return
-        params, digest = self._weights(units[0].version)
-        started = [(unit, *self._start(unit, params)) for unit in units]
-        for unit, problems, generated in started[share::shares]:
-            rollouts = self._rollouts(unit, problems, self.sampler.collect(generated, problems))
-            write_shard(self.store, rollouts, unit, self.provenance(digest), self.producer)
+        begun = [self.begin(unit) for unit in units]
+        for each in begun[share::shares]:
+            self.finish(each)
+
+    def begin(self, unit: UnitId) -> Begun:
+        """Start to sample a unit and return; raises UserError where its weights cannot be loaded."""
+        since = time.perf_counter()
+        params, digest = self._weights(unit.version)
+        problems, generated = self._start(unit, params)
+        return Begun(unit, problems, generated, digest, params, since)
+
+    def finish(self, begun: Begun) -> Made:
+        """Wait for a unit's responses, grade them, write the shard."""
+        rollouts = self._rollouts(begun.unit, begun.problems, self.sampler.collect(begun.generated, begun.problems))
+        if self.config.rollouts.rescore:
+            rollouts = replace(rollouts, rescored_logprobs=self._rescored(begun.params, rollouts))
+        first = write_shard(self.store, rollouts, begun.unit, self.provenance(begun.weights_digest), self.producer)
+        now = time.perf_counter()
+        seconds = now - max(begun.since, self._ended)
+        self._ended = now
+        tokens = int(rollouts.response_lengths.sum())
+        return Made(first, tokens, seconds, float(rollouts.rewards.mean()), mismatch(rollouts))
 
     def provenance(self, weights_digest: str) -> Provenance:
         """What a shard of this run made under those weights must state."""
@@ -70,6 +116,19 @@ class Generator:
         groups, samples = self._rows(unit)
         keys = sampling_keys(self._stream, np.uint32(unit.version), groups.astype(np.uint32), samples.astype(np.uint32))
         return problems, self.sampler.dispatch(params, problems, keys, config.rollouts.group_size)
+
+    def _rescored(self, params: Any, rollouts: Rollouts) -> np.ndarray:
+        """Log-probs of the sampled tokens by the forward pass of training, float32 (R, T)."""
+        prompts, valid = left_padded(
+            [row[:length] for row, length in zip(rollouts.prompt_tokens, rollouts.prompt_lengths, strict=True)],
+            self.task.max_prompt_tokens,
+            self.task.tokenizer.pad_id,
+        )
+        mask = np.arange(rollouts.response_tokens.shape[1]) < rollouts.response_lengths[:, None]
+        scored, _ = _score(
+            self.sampler.model, params, prompts, valid, rollouts.response_tokens, mask, rollouts.temperature
+        )
+        return np.asarray(scored, np.float32)
 
     def _rows(self, unit: UnitId) -> tuple[np.ndarray, np.ndarray]:
         """Draw number within the version and sample index of each row of a unit, int64 (R,)."""
@@ -98,5 +157,25 @@ class Generator:
             response_texts=responses.texts,
             gold_answers=[problem.gold_answer for problem in problems for _ in range(size)],
             temperature=self.config.sampling.temperature,
-            top_p=1.0,
+            top_p=self.config.sampling.top_p,
         )
+
+
+def mismatch(rollouts: Rollouts) -> dict[str, float]:
+    """How far the behaviour log-probs lie from those scored again, over all response tokens; empty if none were.
+
+    With d the scored minus the sampled log-prob: mean |d|, the largest |d|, and the k3 estimate of KL(sampled ||
+    scored), the mean of exp(d) - 1 - d.
+    """
+    if rollouts.rescored_logprobs is None:
+        return {}
+    mask = np.arange(rollouts.response_tokens.shape[1]) < rollouts.response_lengths[:, None]
+    differences = (rollouts.rescored_logprobs - rollouts.behavior_logprobs)[mask].astype(np.float64)
+    return {
+        "mismatch_mean": float(np.abs(differences).mean()),
+        "mismatch_worst": float(np.abs(differences).max()),
+        "mismatch_k3": float(np.mean(np.expm1(differences) - differences)),
+    }
+
+
+_score = partial(jax.jit, static_argnames=("model",))(response_logprobs)

@@ -30,7 +30,7 @@ def mini_batches(
     count: int,
     prompt_width: int,
     response_width: int,
-    staleness_updates: int,
+    staleness_updates: int | np.ndarray,
     packing: Packing | None = None,
     part: int | None = None,
     agree: Agree = lambda needed: needed,
@@ -38,7 +38,7 @@ def mini_batches(
     """Cut rollouts into `count` mini-batches of whole groups, in order, at fixed widths or packed.
 
     Args:
-        staleness_updates: their age at the first update; each later one finds them an update older.
+        staleness_updates: their age at the first update, of all or int (R,); each later one finds them an update older.
         packing: None for a response a row.
         part: the part of `packing` that these rollouts are of every mini-batch; None for all of it.
         agree: called once, with what each mini-batch needs, int64 (count, ...).
@@ -51,7 +51,7 @@ def mini_batches(
     rollouts = rollouts.padded(prompt_width, response_width)
     size = rollouts.rows // count
     whole = _unpacked(rollouts)._replace(
-        staleness=staleness_updates + np.arange(rollouts.rows, dtype=np.int32) // size,
+        staleness=np.asarray(staleness_updates, np.int32) + np.arange(rollouts.rows, dtype=np.int32) // size,
     )
     cuts = [slice(start, start + size) for start in range(0, rollouts.rows, size)]
     batches: list[MiniBatch] = [jax.tree.map(lambda x, cut=cut: x[cut], whole) for cut in cuts]

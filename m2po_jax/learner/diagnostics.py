@@ -42,11 +42,11 @@ def token_columns(
     rows, positions = np.nonzero(mask)
     tokens = np.asarray(batch.response_tokens)[mask]
     texts = {token: token_text(token) for token in np.unique(tokens).tolist()}
-    same = lambda value: np.full(len(rows), value, np.int64)  # noqa: E731
+    age = np.asarray(batch.staleness, np.int64)[rows]
     return {
-        "version": same(record.version),
-        "behavior_version": same(record.behavior_version),
-        "staleness_updates": same(record.staleness_updates),
+        "version": np.full(len(rows), record.version, np.int64),
+        "behavior_version": np.full(len(rows), record.behavior_version) if record.run else record.version - age,
+        "staleness_updates": age,
         "group_id": rollouts.group_ids[rows],
         "sample_index": rollouts.sample_indices[rows],
         "position": positions.astype(np.int32),

@@ -1,32 +1,40 @@
 """The rollouts of each batch that a learner consumes: read, verified, recorded; on several hosts each its own rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from m2po_jax.config import Config, UserError
 from m2po_jax.learner.hosts import Hosts
+from m2po_jax.learner.position import Position
 from m2po_jax.rollouts import (
     BadShard,
     BatchRecord,
     Provenance,
     Rollouts,
+    Schedule,
     Shard,
     Store,
     UnitId,
     concatenate,
-    exactly,
     read_batch_record,
+    read_foreign_shard,
     read_shard,
+    record_of,
     shard_path,
     supersede_batch_record,
-    units,
     write_batch_record,
 )
 
 _ATTEMPTS = 3
 _Found = dict[UnitId, Shard | BadShard]
+
+Supply = Callable[[Sequence[tuple[UnitId, ...]]], tuple[UnitId, ...] | None]
+"""For each unit of a batch the work units that will do, best first -> those that are there now, one each.
+
+It makes them, or waits until somebody has; None: to stop was asked for. Called on all hosts, with the same answer.
+"""
 
 
 class Feed:
@@ -35,104 +43,149 @@ class Feed:
     def __init__(
         self,
         store: Store,
+        schedule: Schedule,
         config: Config,
         hosts: Hosts,
         rows: np.ndarray,
-        make: Callable[[Sequence[UnitId]], object],
+        supply: Supply,
         expected: Callable[[int], Provenance | None],
         note: Callable[[str], None],
+        others: Mapping[str, tuple[Store, Provenance]] | None = None,
     ):
         """For one learner.
 
         Args:
             store: the run's.
+            schedule: the run's; says what is read when.
             config: the run's.
             hosts: those of the learner.
             rows: which rows of a batch this host needs, in the order that it needs them in.
-            make: makes those of some units that are not there, or waits until somebody has; called on all hosts.
+            supply: makes units, or waits for them.
             expected: version -> what its shards must state, or None if nobody knows any more.
             note: told of each bad shard in a line.
+            others: other run that the schedule reads -> its store, and what its shards must state, weights apart.
         """
         self._store, self._config, self._hosts, self._note = store, config, hosts, note
-        self._make, self._expected = make, expected
+        self._schedule, self._supply, self._expected, self._others = schedule, supply, expected, others or {}
         self._unit_rows = config.rollouts.prompts_per_unit * config.rollouts.group_size
         self._needed = np.unique(rows // self._unit_rows)
         place = np.searchsorted(self._needed, rows // self._unit_rows)
         self._index = place * self._unit_rows + rows % self._unit_rows
         self._is_all = np.array_equal(self._index, np.arange(len(self._needed) * self._unit_rows))
+        self._shard_of_row = rows // self._unit_rows
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="feed")
+        self._position = Position(store)
         self._ahead: dict[int, Future[_Found]] = {}
-
-    def cursor(self, version: int) -> tuple[int, int]:
-        """The (behaviour version, batch) that is consumed at a learner version."""
-        learner = self._config.learner
-        return exactly(version, self._config.staleness.k, learner.updates_per_batch, learner.publish_interval)
 
     def read_ahead(self, version: int) -> None:
         """Begin to read the batch of a version, if all shards that this host needs of it are there."""
-        mine = [self._units(version)[i] for i in self._needed]
-        if version not in self._ahead and all(self._store.exists(shard_path(unit)) for unit in mine):
-            self._ahead[version] = self._threads.submit(self._read, mine)
+        if version not in self._ahead:
+            self._ahead[version] = self._threads.submit(self._read_if_there, version)
 
-    def take(self, version: int) -> tuple[BatchRecord, Rollouts]:
+    def take(self, version: int) -> tuple[BatchRecord, Rollouts] | None:
         """The verified rollouts, this host's rows, that the batch at `version` consumes, recorded before they are used.
 
-        A bad shard is set aside, said, and made again.
+        What was recorded for it before is what it consumes again. A bad shard is set aside, said, and made again.
+        None: to stop was asked for while the batch was waited for.
 
         Raises:
-            UserError: a shard is bad again and again; as `Hosts.gather` does.
+            UserError: a shard is bad again and again, or one of another run is; as `Hosts.gather` does.
         """
-        wanted = self._units(version)
-        behavior_version, batch = self.cursor(version)
-        found = self._read_ahead(version)
+        if self._hosts.first:
+            self._position.tell(version)
+        ahead = self._read_ahead(version)  # to its end, so that what it moved aside is made again
+        run, options = self._options(version, self._recorded(version))
         for _ in range(_ATTEMPTS):
-            self._make(wanted)
-            shards, digests = self._verified(found or self._read([wanted[i] for i in self._needed]), wanted)
+            wanted = self._supply(options) if run is None else tuple(unit for unit, *_ in options)
+            if wanted is None:
+                return None
+            mine = [wanted[i] for i in self._needed]
+            found = ahead if list(ahead) == mine else self._read(mine, run)
+            ahead = {}
+            shards, digests = self._verified(found, wanted)
             if None not in digests:
                 break
-            found = None
+            worst = wanted[digests.index(None)]
         else:
-            bad = wanted[digests.index(None)]
             raise UserError(
-                f"{self._store.location(shard_path(bad))} was bad {_ATTEMPTS} times in a row: check the disk"
+                f"{self._store.location(shard_path(worst))} was bad {_ATTEMPTS} times in a row: check the disk"
                 " and that nothing else writes to this run"
             )
-        record = BatchRecord(
-            version=version,
-            behavior_version=behavior_version,
-            batch=batch,
-            staleness_updates=version - behavior_version,
-            shards=tuple((shard_path(unit), str(digest)) for unit, digest in zip(wanted, digests, strict=True)),
-        )
+        record = record_of(version, [(unit, str(digest)) for unit, digest in zip(wanted, digests, strict=True)], run)
         if self._hosts.first:
             self._write(record)
         rollouts = concatenate([shard.rollouts for shard in shards])
         return record, rollouts if self._is_all else rollouts.at(self._index)
 
+    def ages(self, record: BatchRecord) -> np.ndarray:
+        """Age at the batch's first update of each row that this host needs, in order, int32 (R,)."""
+        return np.array(record.ages, np.int32)[self._shard_of_row]
+
+    def end(self, version: int) -> None:
+        """Tell generators that nothing is consumed at `version` or later."""
+        if self._hosts.first:
+            self._position.tell(version)
+
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead, and have the position written."""
         self._threads.shutdown(cancel_futures=True)
+        self._position.close()
 
-    def _units(self, version: int) -> tuple[UnitId, ...]:
-        return units(*self.cursor(version), self._config.rollouts.units_per_batch)
+    def _options(
+        self, version: int, recorded: BatchRecord | None = None
+    ) -> tuple[str | None, list[tuple[UnitId, ...]]]:
+        """The run that a batch is read from, and the work units that will do for each of its units."""
+        count, sources = self._config.rollouts.units_per_batch, self._schedule.reads(version)
+        if recorded is None:
+            return sources[0].run, [tuple(UnitId(v, b, unit) for v, b, _ in sources) for unit in range(count)]
+        if recorded.run is not None:
+            return recorded.run, [(unit,) for unit in recorded.units]
+        others = [[UnitId(v, b, unit.unit) for v, b, _ in sources] for unit in recorded.units]
+        return None, [tuple(dict.fromkeys([unit, *them])) for unit, them in zip(recorded.units, others, strict=True)]
 
-    def _read(self, wanted: Sequence[UnitId]) -> _Found:
-        """Shards, all of one version, as they are."""
+    def _recorded(self, version: int) -> BatchRecord | None:
+        """The record of a batch that an earlier learner wrote, as the first host reads it."""
+        known = read_batch_record(self._store, version) if self._hosts.first else None
+        told = self._hosts.gather("the record of a batch", known and vars(known))[0]
+        if told is None or self._hosts.first:
+            return known
+        shards = tuple((str(path), str(digest)) for path, digest in told["shards"])
+        return BatchRecord(**told | {"shards": shards})
+
+    def _there(self, options: Sequence[UnitId]) -> UnitId | None:
+        return next((unit for unit in options if self._store.exists(shard_path(unit))), None)
+
+    def _read_if_there(self, version: int) -> _Found:
+        run, options = self._options(version)
+        there = self._there if run is None else min  # those of another run are there
+        units = [there(options[i]) for i in self._needed]
+        return {} if None in units else self._read([unit for unit in units if unit is not None], run)
+
+    def _read(self, wanted: Sequence[UnitId], run: str | None) -> _Found:
+        """Shards of one run, as they are."""
+        if run is not None:
+            return {unit: self._read_other(unit, run) for unit in wanted}
         found: _Found = {}
-        expected = self._expected(wanted[0].version)
+        expected = {version: self._expected(version) for version in {unit.version for unit in wanted}}
         for unit in wanted:
             try:
-                found[unit] = read_shard(self._store, unit, expected)
+                found[unit] = read_shard(self._store, unit, expected[unit.version])
             except BadShard as bad:
                 self._note(f"bad shard {bad}; making its unit again")
                 found[unit] = bad
+            except FileNotFoundError as gone:  # another reader has moved it aside
+                found[unit] = BadShard(shard_path(unit), str(gone))
         return found
 
-    def _read_ahead(self, version: int) -> _Found | None:
+    def _read_other(self, unit: UnitId, run: str) -> Shard:
+        store, expected = self._others[run]
+        return read_foreign_shard(store, unit, expected)
+
+    def _read_ahead(self, version: int) -> _Found:
         """What was read ahead of a batch, if all of it is good."""
         ahead = self._ahead.pop(version, None)
-        found = None if ahead is None else ahead.result()
-        return found if found and all(isinstance(value, Shard) for value in found.values()) else None
+        found = ahead.result() if ahead else {}
+        return found if all(isinstance(value, Shard) for value in found.values()) else {}
 
     def _verified(self, found: _Found, wanted: Sequence[UnitId]) -> tuple[list[Shard], list[str | None]]:
         """This host's shards of a batch, and the digests of all of them; None where one is bad."""

@@ -21,13 +21,21 @@ def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> A
     Args:
         mask_BTS: bool, True where a query sees a key; a query that sees none gets the mean of all values.
     """
+    return _attention("bksd", q_BTHd, jnp.swapaxes(k_BSKd, 1, 2), jnp.swapaxes(v_BSKd, 1, 2), mask_BTS)
+
+
+def cached_attention(q_BTHd: Array, k_BKdS: Array, v_BKSd: Array, mask_BTS: Array) -> Array:
+    """`attention` to a cache: of each head both products are plain ones of matrices, which a CPU does in place."""
+    return _attention("bkds", q_BTHd, k_BKdS, v_BKSd, mask_BTS)
+
+
+def _attention(keys: str, q_BTHd: Array, k: Array, v_BKSd: Array, mask_BTS: Array) -> Array:
+    """`keys` are the axes of `k`."""
     batch, length, _, head_dim = q_BTHd.shape
-    kv_heads = k_BSKd.shape[2]
-    q_BKTGd = jnp.swapaxes(q_BTHd.reshape(batch, length, kv_heads, -1, head_dim), 1, 2)
-    k_BKSd, v_BKSd = jnp.swapaxes(k_BSKd, 1, 2), jnp.swapaxes(v_BSKd, 1, 2)
+    q_BKTGd = jnp.swapaxes(q_BTHd.reshape(batch, length, k.shape[1], -1, head_dim), 1, 2)
     chunks = -(-length // QUERY_CHUNK)
     if chunks == 1:
-        out_BKTGd = _chunk(q_BKTGd, k_BKSd, v_BKSd, mask_BTS)
+        out_BKTGd = _chunk(keys, q_BKTGd, k, v_BKSd, mask_BTS)
     else:
         size = -(-length // chunks)
 
@@ -37,16 +45,16 @@ def attention(q_BTHd: Array, k_BSKd: Array, v_BSKd: Array, mask_BTS: Array) -> A
             return jnp.moveaxis(jnp.pad(x, widths).reshape(shape), axis, 0)
 
         pieces = split(q_BKTGd, 2), split(mask_BTS, 1)
-        out = jax.lax.map(lambda piece: _chunk(piece[0], k_BKSd, v_BKSd, piece[1]), pieces)
+        out = jax.lax.map(lambda piece: _chunk(keys, piece[0], k, v_BKSd, piece[1]), pieces)
         out_BKTGd = jnp.moveaxis(out, 0, 2).reshape(*q_BKTGd.shape[:2], -1, *q_BKTGd.shape[3:])[:, :, :length]
     return jnp.swapaxes(out_BKTGd, 1, 2).reshape(q_BTHd.shape)
 
 
-@partial(jax.checkpoint, prevent_cse=False)
-def _chunk(q_BKQGd: Array, k_BKSd: Array, v_BKSd: Array, mask_BQS: Array) -> Array:
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def _chunk(keys: str, q_BKQGd: Array, k: Array, v_BKSd: Array, mask_BQS: Array) -> Array:
     batch, kv_heads, queries, group, head_dim = q_BKQGd.shape
     rows = q_BKQGd.reshape(batch, kv_heads, queries * group, head_dim)
-    scores = jnp.einsum("bkqd,bksd->bkqs", rows, k_BKSd, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(f"bkqd,{keys}->bkqs", rows, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, kv_heads, queries, group, -1) * head_dim**-0.5
     scores = jnp.where(mask_BQS[:, None, :, None], scores, jnp.finfo(jnp.float32).min / 2)
     weights = jax.nn.softmax(scores).reshape(batch, kv_heads, queries * group, -1).astype(v_BKSd.dtype)

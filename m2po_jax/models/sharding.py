@@ -115,10 +115,12 @@ def by_hand(function: Callable[..., Any], inputs: str, outputs: str) -> Callable
 
     `inputs` and `outputs` have a letter for each argument and each result: B, cut by rows; W, weights in use (V, D), of
     which a device has its rows of the vocabulary; 1, the same everywhere; S, sums over rows (V, D), of which a device
-    returns those of its own rows, and gets its share of the whole, cut by fsdp too.
+    returns those of its own rows, and gets its share of the whole, cut by fsdp too; C, the cache of a layer
+    (B, K, ...), and N, that of all layers (N, B, K, ...), cut by rows and heads.
     """
     whole = PartitionSpec()
     specs = {"B": PartitionSpec(BATCH_AXES), "W": PartitionSpec("tensor"), "S": PartitionSpec("tensor", "fsdp")}
+    specs |= {"C": PartitionSpec(BATCH_AXES, "tensor"), "N": PartitionSpec(None, BATCH_AXES, "tensor")}
 
     def local(*arguments: Any) -> tuple[Any, ...]:
         return tuple(added(x) if letter == "S" else x for letter, x in zip(outputs, function(*arguments), strict=True))

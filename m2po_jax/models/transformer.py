@@ -5,6 +5,7 @@ V vocabulary. Layers are stacked on a leading N axis and scanned, so that depth 
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from m2po_jax.config import ConfigError, ModelConfig, UserError
-from m2po_jax.models.attention import attention
+from m2po_jax.models.attention import attention, cached_attention
 from m2po_jax.models.positions import frequencies, rotate, segment_positions
 from m2po_jax.models.sharding import gathered, laid_out
 from m2po_jax.models.splash import Segments, fits, on_tpu, splash_attention
@@ -30,31 +31,60 @@ REMAT_POLICIES = {
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens seen so far, (N, B, S, K, head_dim) each."""
+    """Keys and values of the tokens seen so far, as `attention.cached_attention` wants them."""
 
     keys: Array
+    """(N, B, K, head_dim, S)."""
     values: Array
+    """(N, B, K, S, head_dim)."""
 
     @classmethod
     def zeros(cls, config: ModelConfig, batch: int, slots: int) -> "Cache":
         """An empty cache for `batch` sequences of up to `slots` tokens."""
-        shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
-        return cls(*(jnp.zeros(shape, config.compute_dtype) for _ in cls._fields))
+        shape = (config.layers, batch, config.kv_heads, slots, config.head_dim)
+        values = jnp.zeros(shape, config.compute_dtype)
+        return cls(jnp.swapaxes(values, 3, 4), values)
 
     def written(self, layer: Array, index: Array | int, keys_BTKd: Array, values_BTKd: Array) -> "Cache":
         """With the keys and values of T tokens of a layer at slots index, index + 1, ..."""
-        start = (layer, 0, index, 0, 0)
-        new = keys_BTKd, values_BTKd
-        return Cache(*(jax.lax.dynamic_update_slice(x, y[None], start) for x, y in zip(self, new, strict=True)))
+        keys, values = _as_cached(keys_BTKd, values_BTKd)
+        write = jax.lax.dynamic_update_slice
+        return Cache(
+            write(self.keys, keys[None], (layer, 0, 0, 0, index)),
+            write(self.values, values[None], (layer, 0, 0, index, 0)),
+        )
 
     def of(self, layer: Array) -> tuple[Array, Array]:
-        """Keys and values of a layer, (B, S, K, head_dim) each."""
+        """Keys (B, K, head_dim, S) and values (B, K, S, head_dim) of a layer."""
         keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in self)
         return keys, values
 
-    def repeat(self, times: int) -> "Cache":
-        """Each sequence `times` times in a row: one prefill serves a whole group."""
-        return Cache(*(jnp.repeat(x, times, axis=1) for x in self))
+    def layers(self) -> tuple["LayerCache", ...]:
+        """The same as a cache for each layer."""
+        return tuple(LayerCache(keys, values) for keys, values in zip(self.keys, self.values, strict=True))
+
+
+class LayerCache(NamedTuple):
+    """The cache of one layer alone, so that nothing has to be taken out of a stack of layers."""
+
+    keys: Array
+    """(B, K, head_dim, S)."""
+    values: Array
+    """(B, K, S, head_dim)."""
+
+    def written(self, layer: Array, index: Array | int, keys_BTKd: Array, values_BTKd: Array) -> "LayerCache":
+        """As `Cache.written`, whatever `layer` is."""
+        keys, values = _as_cached(keys_BTKd, values_BTKd)
+        write = jax.lax.dynamic_update_slice
+        return LayerCache(write(self.keys, keys, (0, 0, 0, index)), write(self.values, values, (0, 0, index, 0)))
+
+    def of(self, layer: Array) -> tuple[Array, Array]:
+        """Keys and values."""
+        return self.keys, self.values
+
+
+def _as_cached(keys_BTKd: Array, values_BTKd: Array) -> tuple[Array, Array]:
+    return jnp.transpose(keys_BTKd, (0, 2, 3, 1)), jnp.transpose(values_BTKd, (0, 2, 1, 3))
 
 
 def matrix_product(x: Array, kernel: Array, dimensions: Any, **options: Any) -> Array:
@@ -92,13 +122,13 @@ class Attention(nn.Module):
     def __call__(
         self,
         x_BTD: Array,
-        cache: Cache | None,
+        cache: Cache | LayerCache | None,
         layer: Array,
         positions_BT: Array,
         seen: Array | Segments,
         index: Array | int,
-    ) -> tuple[Array, Cache | None]:
-        """Returns the (B, T, D) output and the updated cache of all layers, or None."""
+    ) -> tuple[Array, Cache | LayerCache | None]:
+        """Returns the (B, T, D) output and the updated cache, or None."""
         c = self.config
         product: dict[str, Any] = {"dtype": c.compute_dtype, "dot_general": matrix_product}
         heads = lambda name, n: nn.DenseGeneral((n, c.head_dim), use_bias=c.qkv_bias, name=name, **product)  # noqa: E731
@@ -109,8 +139,8 @@ class Attention(nn.Module):
         q_BTHd, k_BTKd = (rotate(x, positions_BT, frequencies(c)) for x in (q_BTHd, k_BTKd))
         if cache is not None:
             cache = cache.written(layer, index, k_BTKd, v_BTKd)
-            k_BTKd, v_BTKd = cache.of(layer)
-        if isinstance(seen, Segments):
+            out_BTHd = cached_attention(q_BTHd, *cache.of(layer), cast(Array, seen))
+        elif isinstance(seen, Segments):
             out_BTHd = splash_attention(q_BTHd, k_BTKd, v_BTKd, seen)
         else:
             out_BTHd = attention(q_BTHd, k_BTKd, v_BTKd, seen)
@@ -127,13 +157,13 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        carry: tuple[Array, Cache | None],
+        carry: tuple[Array, Cache | LayerCache | None],
         layer: Array,
         positions_BT: Array,
         seen: Array | Segments,
         index: Array | int,
-    ) -> tuple[tuple[Array, Cache | None], None]:
-        """Takes and returns the residual stream (B, T, D) and the cache of all layers, which is written in place."""
+    ) -> tuple[tuple[Array, Cache | LayerCache | None], None]:
+        """Takes and returns the residual stream (B, T, D) and the cache, which is written in place."""
         c, (x_BTD, cache) = self.config, carry
         product: dict[str, Any] = {"use_bias": False, "dtype": c.compute_dtype, "dot_general": matrix_product}
         dense = lambda name, n: nn.Dense(n, name=name, **product)  # noqa: E731
@@ -162,6 +192,11 @@ class Transformer(nn.Module):
         if rows is not None and ids is not None and rows < ids:
             raise ConfigError(f"model.vocab_size {rows} is below the tokenizer's {ids} ids")
         return cast(int, ids if rows is None else rows)
+
+    @property
+    def sized(self) -> ModelConfig:
+        """The configuration with the vocabulary written in."""
+        return replace(self.config, vocab_size=self.vocab_size)
 
     def require_room(self, tokens: int) -> None:
         """Raises UserError if a sequence of this many tokens, prompt and response together, is over the context."""
@@ -210,12 +245,16 @@ class Transformer(nn.Module):
         Returns:
             Final hidden states (B, T, D) in the compute dtype, and the cache with these tokens written.
         """
-        table_VD = gathered(self.embedding, "VD")
-        x_BTD = laid_out(table_VD[tokens_BT].astype(self.config.compute_dtype), "BTD")
         seen = self._seen(tokens_BT.shape, valid_BS, cache is not None, index, segment_ids_BT)
-        layers = jnp.arange(self.config.layers)
-        (x_BTD, cache), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
-        return self.final_norm(x_BTD), cache
+        return self.attending(tokens_BT, positions_BT, seen, cache, index)
+
+    def attending(
+        self, tokens_BT: Array, positions_BT: Array, seen: Array | Segments, cache: Cache | None, index: Array | int
+    ) -> tuple[Array, Cache | None]:
+        """As a call, with `seen` to say what each query attends to: bool (B, T, S), or segments without a cache."""
+        x_BTD, layers = embedded(self.config, self.embedding, tokens_BT), jnp.arange(self.config.layers)
+        (x_BTD, written), _ = self.blocks((x_BTD, cache), layers, positions_BT, seen, index)
+        return self.final_norm(x_BTD), cast(Cache | None, written)
 
     def _seen(
         self, shape_BT: tuple[int, ...], valid_BS: Array, cached: bool, index: Array | int, segment_ids_BT: Array | None
@@ -242,6 +281,11 @@ class Transformer(nn.Module):
         """Fresh float32 parameters."""
         one = jnp.zeros((1, 1), jnp.int32)
         return self.init(key, one, one, one == 0)["params"]
+
+
+def embedded(config: ModelConfig, table_VD: Array, tokens_BT: Array) -> Array:
+    """Rows of the embedding (B, T, D) in the compute dtype."""
+    return laid_out(gathered(table_VD, "VD")[tokens_BT].astype(config.compute_dtype), "BTD")
 
 
 def forward(

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from m2po_jax.config import Config, ConfigError
+from m2po_jax.generation.sampler import slots_for
 from m2po_jax.models import sharding
 from m2po_jax.models.parameters import size
 from m2po_jax.planning.chips import SLICES, Chip, chips_in
@@ -15,7 +16,7 @@ from m2po_jax.planning.storage import parameters
 MATRIX_BYTES = 2
 """Bytes a number of what generators hold: matrices and cache, in bfloat16."""
 ROOM = 0.6
-"""Share of HBM that weights and cache of a work unit may take; prefill and sampling need the rest."""
+"""Share of HBM that weights and cache may take; prefill and sampling need the rest."""
 
 
 def smallest_slice(config: Config, chip: Chip) -> str:
@@ -50,8 +51,10 @@ def abstract_published(config: Config, mesh: Mesh) -> Any:
 
 
 def _held(config: Config, chips: int) -> float:
-    model, rollouts = config.model, config.rollouts
-    length = config.task.max_prompt_tokens + config.sampling.max_new_tokens
-    rows = rollouts.prompts_per_unit * rollouts.group_size
-    cache = rows * length * 2 * model.layers * model.kv_heads * model.head_dim
-    return MATRIX_BYTES * (parameters(config) / tensor_parts(config, chips) + cache / chips)
+    model, rollouts, tensor = config.model, config.rollouts, tensor_parts(config, chips)
+    prompt = config.task.max_prompt_tokens
+    responses = rollouts.prompts_per_unit * rollouts.group_size
+    slots = slots_for(config.sampling, responses, chips // tensor)
+    tokens = slots * (prompt + config.sampling.max_new_tokens) + rollouts.prompts_per_unit * prompt
+    cache = tokens * 2 * model.layers * model.kv_heads * model.head_dim
+    return MATRIX_BYTES * (parameters(config) / tensor + cache / chips)

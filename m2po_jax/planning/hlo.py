@@ -101,6 +101,8 @@ class Run(NamedTuple):
     times: int
     fused: bool
     """Inside a fusion, whose intermediate values are not in HBM."""
+    assumed: bool = False
+    """Inside a loop whose number of trips is not known."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class Program:
     def runs(self, unknown_trips: int = 1) -> Iterator[Run]:
         """Every computation at every place that runs it; all branches of a conditional count.
 
-        `unknown_trips` stands for the trips of a loop whose number is not known when it is compiled.
+        `unknown_trips` stands for the trips of a loop whose number is not known when it is compiled; such a loop inside
+        another one, as what admits a response to a slot now and then, counts once for each of its trips.
         """
         stack = [Run(self.computations[self.entry], 1, False)]
         while stack:
@@ -122,11 +125,14 @@ class Program:
             for instruction in run.computation.instructions.values():
                 if instruction.opcode == "while":
                     trips = self.trips(run.computation, instruction)
-                    times = run.times * (unknown_trips if trips is None else trips)
-                    stack.append(Run(self.computations[instruction.attribute("body") or ""], times, run.fused))
+                    body = self.computations[instruction.attribute("body") or ""]
+                    assumed = 1 if run.assumed else unknown_trips
+                    times = run.times * (assumed if trips is None else trips)
+                    stack.append(Run(body, times, run.fused, run.assumed or trips is None))
                 elif not instruction.opcode.endswith(("-done", "-update")):
                     fused = run.fused or instruction.opcode == "fusion"
-                    stack += [Run(self.computations[name], run.times, fused) for name in instruction.calls]
+                    called = (self.computations[name] for name in instruction.calls)
+                    stack += [Run(computation, run.times, fused, run.assumed) for computation in called]
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
         """How often a loop's body runs; None if that depends on data.

@@ -174,7 +174,8 @@ def _generator(config: Config, where: Topology) -> GeneratorPlan:
     mesh = make_mesh(MeshConfig(fsdp=1, tensor=tensor), where.devices)
     arguments = {"params": programs.device_bytes(abstract_published(config, mesh)), "optimizer": 0}
     lowered = programs.lower_generate(config, mesh)
-    found = _compiled("generate", lowered, arguments, mesh, where.chip, config.sampling.max_new_tokens)
+    steps = programs.decode_steps(config, devices // tensor)
+    found = _compiled("generate", lowered, arguments, mesh, where.chip, steps)
     flops = generate_flops(config)
     program = _bounded(found, config, mesh, where.chip, 0, flops, flops)
     rollouts = config.rollouts

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from m2po_jax.config import Config, ConfigError
 from m2po_jax.generation.engine import generate
+from m2po_jax.generation.sampler import slots_for
 from m2po_jax.learner import state
 from m2po_jax.learner.batches import packing_of
 from m2po_jax.learner.packing import Packed, Packing, Size
@@ -16,7 +17,7 @@ from m2po_jax.learner.spec import update_spec
 from m2po_jax.learner.state import TrainState, make_optimizer
 from m2po_jax.learner.update import MiniBatch, make_update
 from m2po_jax.models import Transformer, sharding
-from m2po_jax.models.mesh import require_rows
+from m2po_jax.models.mesh import require_rows, row_parts
 from m2po_jax.models.sharding import batch_sharding
 from m2po_jax.objectives import Objective
 from m2po_jax.planning.generators import abstract_published
@@ -60,7 +61,15 @@ def lower_generate(config: Config, mesh: Mesh) -> jax.stages.Lowered:
             max_new_tokens=config.sampling.max_new_tokens,
             stop_ids=(0,),
             pad_id=0,
+            slots=slots_for(config.sampling, prompts * samples, row_parts(mesh)),
         )
+
+
+def decode_steps(config: Config, copies: int) -> int:
+    """Steps in which the slots of that many copies of the policy decode a work unit of responses of full length."""
+    responses = config.rollouts.prompts_per_unit * config.rollouts.group_size
+    rounds = -(-responses // slots_for(config.sampling, responses, copies))
+    return rounds * config.sampling.max_new_tokens
 
 
 def micro_batch_rows(config: Config) -> int:

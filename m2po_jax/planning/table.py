@@ -7,7 +7,7 @@ from typing import Any
 from m2po_jax import __version__
 from m2po_jax.models.chips import GiB
 from m2po_jax.planning.plan import MASK_PASSES, Plan, ProgramPlan
-from m2po_jax.planning.programs import micro_batch_rows
+from m2po_jax.planning.programs import decode_steps, micro_batch_rows
 
 MOST_SHARE = 0.9
 """Share of HBM above which a plan is called tight."""
@@ -80,7 +80,7 @@ def _work(plan: Plan, program: ProgramPlan, devices: int) -> list[str]:
             f" {_si(traffic.sent_bytes)}B"
         )
     if program.data_loops:
-        trips = MASK_PASSES if program.name == "update" else plan.config.sampling.max_new_tokens
+        trips = MASK_PASSES if program.name == "update" else _decode_steps(plan)
         lines.append(f"  assumed                 {trips:>10,}   trips of loops that depend on data")
     return [
         *lines,
@@ -88,6 +88,11 @@ def _work(plan: Plan, program: ProgramPlan, devices: int) -> list[str]:
         f" {bounds.hbm_s:.3g}, interconnect {bounds.interconnect_s:.3g} s",
         f"  no more MFU than        {program.most_mfu:>10.0%}   a bound from published peaks, not a prediction",
     ]
+
+
+def _decode_steps(plan: Plan) -> int:
+    assert plan.generator is not None
+    return decode_steps(plan.config, plan.generator.devices // plan.generator.tensor)
 
 
 def _efficiency(plan: Plan) -> list[str]:

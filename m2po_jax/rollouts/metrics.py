@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m2po_jax.config import UserError
-from m2po_jax.rollouts.paths import DIAGNOSTICS, METRICS, diagnostics_path, metrics_path
+from m2po_jax.rollouts.paths import DIAGNOSTICS, GENERATORS, METRICS, diagnostics_path, generator_path, metrics_path
 from m2po_jax.rollouts.store import Store
 
 
@@ -27,6 +27,20 @@ def write_segment(store: Store, first_version: int, lines: list[dict[str, Any]])
         return
     text = "".join(json.dumps({k: _plain(v) for k, v in line.items()}, allow_nan=False) + "\n" for line in lines)
     store.replace(metrics_path(first_version), text.encode())
+
+
+def write_generator_lines(store: Store, producer: str, segment: int, lines: list[dict[str, Any]]) -> None:
+    """Write what a generator did, one JSON line a unit, as the segment of this number."""
+    text = "".join(json.dumps({k: _plain(v) for k, v in line.items()}, allow_nan=False) + "\n" for line in lines)
+    store.replace(generator_path(producer, segment), text.encode())
+
+
+def read_generator_lines(store: Store) -> list[dict[str, Any]]:
+    """All lines of all generators of a run, in order of time, each with its `producer`."""
+    lines = []
+    for path in store.list(GENERATORS):
+        lines += [{"producer": path.split("/")[-2], **line} for line in _parse(store, path)]
+    return sorted(lines, key=lambda line: line["time"])
 
 
 def read_segments(store: Store) -> list[dict[str, Any]]:

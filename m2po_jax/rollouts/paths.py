@@ -10,6 +10,8 @@ WEIGHTS = "weights"
 LATEST = "weights/LATEST"
 ROLLOUTS = "rollouts"
 BATCHES = "batches"
+POSITION = "batches/LATEST"
+GENERATORS = "generators"
 CHECKPOINTS = "checkpoints"
 DIAGNOSTICS = "diagnostics"
 METRICS = "metrics"
@@ -62,3 +64,8 @@ def diagnostics_path(version: int) -> str:
 def metrics_path(first_version: int) -> str:
     """Metrics segment whose first line is about `first_version`."""
     return f"{METRICS}/{first_version:08d}.jsonl"
+
+
+def generator_path(producer: str, segment: int) -> str:
+    """Lines of what one generator did."""
+    return f"{GENERATORS}/{producer}/{segment:06d}.jsonl"

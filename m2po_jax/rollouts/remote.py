@@ -1,5 +1,6 @@
-"""Object stores: opened with Google's own credentials, asked again when they fail for a moment, errors in one line."""
+"""Object stores behind a network: opened once with a look at what is wrong, asked again where they do not answer."""
 
+import contextlib
 import logging
 import os
 import random
@@ -9,117 +10,110 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 from obstore.store import from_url
 
 from m2po_jax.config import UserError
 
-T = TypeVar("T")
-
 PATIENCE_S = 300.0
-"""How long a store that does not answer is asked again."""
-
+"""How long a store may stay away before that is an error."""
+_SAY_AFTER_S = 10.0
+_LONGEST_PAUSE_S = 5.0
+_REFUSALS = (AlreadyExistsError, FileNotFoundError, NotSupportedError, PreconditionError)
 _LOG = logging.getLogger(__name__)
-_WARN_AFTER_S = 10.0
-_LONGEST_PAUSE_S = 15.0
-_PASSING = re.compile(r"non-2xx status code: (?:408|429|5\d\d)|error sending request|body error|timed out|incomplete")
-_NO_TOKEN = re.compile(r"token request")
-_NO_KEY = re.compile(r"credential|service account|private key", re.IGNORECASE)
-_FORBIDDEN = re.compile(r"non-2xx status code: 40[13]")
-_NO_BUCKET = re.compile(
-    r"NoSuchBucket|specified bucket does not exist|list request.*non-2xx status code: 404", re.DOTALL
-)
-# A short word with the server that hides single faults; longer ones are ours, as it repeats neither writes that timed
-# out nor listings that broke off.
-_RETRY: Any = {
-    "max_retries": 3,
-    "retry_timeout": timedelta(seconds=10),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
-}
-# The whole answer may take long, as objects may be large; silence in it may not.
-_CLIENT = {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "600s"}
+_CREDENTIALS = "run gcloud auth application-default login, or give this machine a service account"
+_KEY_FILE = re.compile(r"credential|service account|private key", re.IGNORECASE)
+_STATUS = re.compile(r"status code: (\d{3})")
 
-
-class StoreAway(ConnectionError):
-    """The store did not answer for as long as it was asked."""
+T = TypeVar("T")
 
 
 def open_remote(url: str) -> Any:
-    """obstore's client for a URL; credentials are found as Google's libraries find them.
+    """The object store behind a URL such as `gs://bucket/prefix`, with the credentials of the machine.
 
-    Raises UserError for a URL that is none, and where credentials are found and cannot be used.
+    Raises UserError, within seconds, where there is no such bucket, no permission, or no credentials.
     """
-    emulated = os.environ.get("STORAGE_EMULATOR_HOST", "").startswith("http://")
-    options: Any = _CLIENT | ({"allow_http": True} if emulated else {})
     try:
-        return from_url(url, retry_config=_RETRY, client_options=options)
+        probe, client = _client(url, max_retries=2, patience_s=15.0), _client(url, max_retries=10, patience_s=60.0)
     except (BaseError, ValueError, OSError) as error:
-        if _NO_KEY.search(str(error)):
-            raise _no_credentials(error, url) from error
-        raise UserError(f"{url} is no store ({first_line(error)}): use a directory or gs://bucket/prefix") from error
+        if _KEY_FILE.search(str(error)):
+            raise UserError(f"{url}: {_line(error)}: {_CREDENTIALS}") from error
+        raise UserError(f"{url} is no store ({_line(error)}): use a directory or gs://bucket/prefix") from error
+    with contextlib.suppress(BaseError):  # one that is away is asked again by whoever needs it
+        _require_access(probe, url)
+    return client
 
 
-def retried(location: str, call: Callable[[], T], patience_s: float = PATIENCE_S) -> T:
-    """The result of a request, which is made again while the store is overloaded, silent or breaks off.
+def _require_access(probe: Any, url: str) -> None:
+    try:
+        list(obstore.list(probe, "config.json", chunk_size=1))
+    except BaseError as error:
+        if (reason := _refusal(error, url)) is not None:
+            raise UserError(reason) from error
+        raise
 
-    Raises UserError at once for a bucket that is not there, for missing credentials and permissions, StoreAway when
-    `patience_s` is over; other errors as they are. Says in one line that it waits, should it take long.
+
+def patiently(operation: Callable[[], T], what: str) -> T:
+    """The result of an operation on a remote store, tried again while the store is away, for up to PATIENCE_S.
+
+    The operation must bear being done twice, as an answer may be lost. Raises what the store refuses for good as it is
+    (FileNotFoundError, AlreadyExistsError, PreconditionError), UserError for lost permission, and the last error where
+    patience ends.
     """
-    began, pause, warned = time.monotonic(), 0.1, False
+    since, pause_s, told = time.monotonic(), 0.1, False
     while True:
         try:
-            result = call()
-        except (BaseError, FileNotFoundError) as error:
-            if (said := _said(error, location)) is not None:
-                raise said from error
-            if isinstance(error, FileNotFoundError) or not _PASSING.search(str(error)):
-                raise
-            waited = time.monotonic() - began
-            if waited + pause > patience_s:
-                raise StoreAway(f"{location} did not answer for {waited:.0f} s ({first_line(error)})") from error
-            if waited > _WARN_AFTER_S and not warned:
-                _LOG.warning(
-                    "%s does not answer (%s): asking again for %.0f s", location, first_line(error), patience_s
-                )
-                warned = True
-            time.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-            continue
-        if warned:
-            _LOG.warning("%s answers again, after %.0f s", location, time.monotonic() - began)
-        return result
+            return operation()
+        except _REFUSALS:
+            raise
+        except (BaseError, OSError) as error:
+            if (reason := _refusal(error, what)) is not None:
+                raise UserError(reason) from error
+            waited_s = time.monotonic() - since
+            if waited_s > PATIENCE_S:
+                raise UserError(
+                    f"{what} does not answer since {waited_s:.0f} s ({_line(error)}):"
+                    " run the same command again when it does"
+                ) from error
+            if waited_s > _SAY_AFTER_S and not told:
+                _LOG.warning("%s does not answer (%s): trying for %d s", what, _line(error), PATIENCE_S)
+                told = True
+            time.sleep(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def no_bucket(location: str) -> UserError:
-    """The error for a bucket that does not exist."""
-    bucket = "/".join(location.split("/")[:3])
-    return UserError(f"{bucket} is not there: check the name, or make the bucket, e.g. gcloud storage buckets create")
+def _client(url: str, max_retries: int, patience_s: float) -> Any:
+    # Emulators are reached without TLS, at an address from the variable that Google's own libraries read.
+    # An answer may take long, as objects may be large; silence in it may not.
+    options: Any = {"timeout": "600s", "read_timeout": "20s", "connect_timeout": "5s"}
+    if "STORAGE_EMULATOR_HOST" in os.environ:
+        options["allow_http"] = True
+    retries: Any = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=patience_s)}
+    return from_url(url, client_options=options, retry_config=retries)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says first, without the details that obstore adds."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    status = re.search(r"status code: (\d+ [\w ]+)", text)
-    return status[1].strip() if status else text.split(" - ")[-1][:200]
-
-
-def _said(error: BaseException, location: str) -> UserError | None:
-    """One line for what the user can mend; None for anything else."""
+def _refusal(error: BaseException, what: str) -> str | None:
+    """What the user is to mend, where trying again is in vain; None where it may help."""
     text = str(error)
-    if _NO_BUCKET.search(text):
-        return no_bucket(location)
-    if _NO_TOKEN.search(text):
-        return _no_credentials(error, location)
-    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or _FORBIDDEN.search(text):
-        return UserError(
-            f"no permission for {location} ({first_line(error)}): use credentials that may read and write there,"
-            " e.g. the role Storage Object Admin on the bucket"
-        )
+    if "token request" in text or isinstance(error, UnauthenticatedError):
+        return f"{what}: no credentials for Google Cloud: {_CREDENTIALS}"
+    status = int(found[1]) if (found := _STATUS.search(text)) else None
+    if isinstance(error, PermissionDeniedError) or status == 403:
+        return f"{what}: no permission: give this account the role Storage Object Admin on the bucket"
+    if status == 404:
+        return f"{what}: there is no such bucket: make it, or name another one"
+    if status is not None and 400 <= status < 500 and status not in (408, 409, 412, 429):
+        return f"{what}: refused ({_line(error)})"
     return None
 
 
-def _no_credentials(error: BaseException, location: str) -> UserError:
-    return UserError(
-        f"no usable Google credentials for {location} ({first_line(error)}): run"
-        " gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS"
-    )
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

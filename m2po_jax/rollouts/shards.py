@@ -106,6 +106,23 @@ def read_shard(store: Store, unit: UnitId, expected: Provenance | None = None) -
         raise BadShard(bad.source, f"{bad.reason}; {where}") from bad
 
 
+def read_foreign_shard(store: Store, unit: UnitId, expected: Provenance) -> Shard:
+    """Read and verify a shard of a run that is not ours to mend, whatever weights of that run wrote it.
+
+    Raises UserError when it is missing, bad, or of another run or tokenizer than `expected`.
+    """
+    source = store.location(shard_path(unit))
+    try:
+        shard = decode(store.get(shard_path(unit)), source, None, unit)
+        wanted = replace(expected, weights_digest=shard.provenance.weights_digest)
+        _require_expected(shard.unit, unit, shard.provenance, wanted, source)
+        return shard
+    except FileNotFoundError as error:
+        raise UserError(f"{source} is not there any more: name another run or version with staleness.run") from error
+    except BadShard as bad:
+        raise UserError(f"{bad}: mend that run (m2po verify), or name another one with staleness.run") from bad
+
+
 def content_digest(table: pa.Table, provenance: Provenance) -> str:
     """sha256 over the core metadata and the values of every column; independent of compression and library versions."""
     core = json.dumps(_core(provenance, table.num_rows), sort_keys=True)

@@ -1,67 +1,92 @@
-"""Directories that other libraries write, in object stores: made on the local disk, moved, visible once whole.
+"""Directories that a library writes on a local disk and a remote store keeps: whole, or not there.
 
-A file named COMMITTED is written last and deleted first; without it a directory is not there. Orbax writes a file of
-that name last too, where several hosts let it write to the store themselves.
+Object stores know no directories and no renames. So a directory is written locally, its files are uploaded, and last of
+all a small object that names them: what has none is not there, and what has one can be read whole.
 """
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from m2po_jax.rollouts.store import Store
 
-COMMITTED = "commit_success.txt"
-_AT_A_TIME = 8
-_MARK = b"All files of this directory were written before this one.\n"
+COMMITTED = "COMMITTED"
+"""Name of that object in its directory."""
+_THREADS = 8
 
 
 @contextmanager
-def scratch(what: str) -> Iterator[Path]:
-    """A local directory for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix=f"m2po-{what}-") as name:
-        yield Path(name)
+def scratch() -> Iterator[Path]:
+    """A temporary directory, on the disk that TMPDIR names."""
+    with tempfile.TemporaryDirectory(prefix="m2po-") as folder:
+        yield Path(folder)
 
 
-def is_whole(store: Store, path: str) -> bool:
-    """Whether a directory was written to its end; on a local disk it appears by a rename, so one that is there was."""
-    if store.local_path is not None:
-        return (store.local_path / path).is_dir()
-    return store.exists(f"{path}/{COMMITTED}")
+def upload(store: Store, directory: Path, prefix: str, facts: dict[str, Any]) -> None:
+    """Upload a directory's files, then commit them with `facts`."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+
+    def put(path: Path) -> list[Any]:
+        name = path.relative_to(directory).as_posix()
+        store.upload(f"{prefix}/{name}", path)
+        return [name, path.stat().st_size, _file_digest(path)]
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        files = list(threads.map(put, paths))
+    commit(store, prefix, facts | {"files": files})
 
 
-def whole(store: Store, prefix: str) -> list[str]:
-    """Sorted names of the whole directories directly under a directory; one request for each 1,000 files in them."""
-    if store.local_path is not None:
-        return store.children(prefix)
-    return [path.split("/")[-2] for path in store.list(prefix) if path.endswith(f"/{COMMITTED}")]
+def commit(store: Store, prefix: str, facts: dict[str, Any]) -> None:
+    """Say that a directory is whole, with `facts`."""
+    store.replace(f"{prefix}/{COMMITTED}", (json.dumps(facts) + "\n").encode())
 
 
-def upload(store: Store, directory: Path, path: str) -> None:
-    """Make a directory of an object store of a local one, in place of what an interrupted upload left there."""
-    remove(store, path)
-    files = [file for file in sorted(directory.rglob("*")) if file.is_file() and file.name != COMMITTED]
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        moved = pool.map(lambda file: store.upload(f"{path}/{file.relative_to(directory).as_posix()}", file), files)
-        for _ in moved:
-            pass
-    store.replace(f"{path}/{COMMITTED}", _MARK)
+def committed(store: Store, prefix: str) -> dict[str, Any] | None:
+    """The facts that a directory was committed with; None where it is not there, or not whole."""
+    try:
+        facts: dict[str, Any] = json.loads(store.get(f"{prefix}/{COMMITTED}"))
+    except FileNotFoundError:
+        return None
+    return facts
 
 
-def download(store: Store, path: str, directory: Path) -> None:
-    """Copy a directory of an object store to a local one; raises FileNotFoundError when it is not there, whole."""
-    sizes = store.sizes(path)
-    if sizes.pop(f"{path}/{COMMITTED}", None) is None:
-        raise FileNotFoundError(store.location(path))
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        copied = pool.map(lambda name: store.download(name, sizes[name], directory / name[len(path) + 1 :]), sizes)
-        for _ in copied:
-            pass
+def children(store: Store, prefix: str) -> list[str]:
+    """Sorted names of the directories under a prefix that are whole."""
+    ends = f"/{COMMITTED}"
+    return [path.removesuffix(ends).rsplit("/", 1)[-1] for path in store.list(prefix) if path.endswith(ends)]
 
 
-def remove(store: Store, path: str) -> None:
-    """Delete a directory, which is not there from the first moment on; that there is none is success."""
-    if store.local_path is None:
-        store.delete(f"{path}/{COMMITTED}")
-    store.delete_prefix(path)
+def download(store: Store, prefix: str, directory: Path) -> dict[str, Any]:
+    """Write the files of a committed directory to a local one; returns its facts.
+
+    Raises FileNotFoundError where it is not whole, OSError where a file is not as it was uploaded.
+    """
+    facts = committed(store, prefix)
+    if facts is None:
+        raise FileNotFoundError(store.location(prefix))
+
+    def get(file: list[Any]) -> None:
+        name, size, digest = file
+        store.download(f"{prefix}/{name}", size, directory / name)
+        if _file_digest(directory / name) != digest:
+            raise OSError(f"{store.location(f'{prefix}/{name}')} is not what was uploaded")
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(get, facts["files"]))
+    return facts
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def delete(store: Store, prefix: str) -> None:
+    """Delete a directory: first what says that it is whole."""
+    store.delete(f"{prefix}/{COMMITTED}")
+    store.delete_prefix(prefix)

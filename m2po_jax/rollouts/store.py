@@ -17,36 +17,32 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import LocalStore
 
 from m2po_jax.config import UserError
-from m2po_jax.rollouts.remote import PATIENCE_S, no_bucket, open_remote, retried
+from m2po_jax.rollouts.remote import open_remote, patiently
 
-T = TypeVar("T")
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _NO_ROOM_TEXT = re.compile(rf"os[ _]error(?:_code)?\W+(?:{'|'.join(map(str, _NO_ROOM))})\b")  # obstore's, TensorStore's
 _Paths = list[str]  # named, as `list` is a method of Store
-_PART_BYTES = 1 << 26
 _DELETED_AT_A_TIME = 8
+_PART_BYTES = 1 << 26
 _DELETING = ".deleting-"
+
+T = TypeVar("T")
 
 
 class Store:
-    """Objects by relative path under a root. Safe to use from several threads and processes at once.
+    """Objects by relative path under a root. Safe to use from several threads and processes at once."""
 
-    Requests to an object store are made again while it is overloaded or away, for `patience_s`; then StoreAway is
-    raised. A bucket that is not there, missing credentials and missing permissions are UserErrors at once.
-    """
-
-    def __init__(self, url: str, objects: Any, local_path: Path | None, patience_s: float = PATIENCE_S):
+    def __init__(self, url: str, objects: Any, local_path: Path | None):
         self.url = url
         self.local_path = local_path
         self._objects = objects
-        self._patience_s = patience_s
 
     @classmethod
-    def open(cls, location: str | os.PathLike, create: bool = False, patience_s: float = PATIENCE_S) -> "Store":
+    def open(cls, location: str | os.PathLike, create: bool = False) -> "Store":
         """Open a local directory or a URL such as `gs://bucket/prefix`; raises UserError when it is not there."""
         text = os.fspath(location)
         if "://" in text and not text.startswith("file://"):
-            return cls(text.rstrip("/"), open_remote(text.rstrip("/")), None, patience_s)
+            return cls(text.rstrip("/"), open_remote(text.rstrip("/")), None)
         root = Path(text.removeprefix("file://")).expanduser().absolute()
         if create:
             _make_directory(root)
@@ -60,7 +56,7 @@ class Store:
 
     def get(self, path: str) -> bytes:
         """The bytes of an object; raises FileNotFoundError."""
-        data, meta = self._read(path)
+        data, meta = self._get(path)
         if self._is_vacated(meta):
             raise FileNotFoundError(self.location(path))
         return data
@@ -68,7 +64,7 @@ class Store:
     def exists(self, path: str) -> bool:
         """Whether there is an object (not a directory) at `path`."""
         try:
-            return not self._is_vacated(self._retried(path, lambda: obstore.head(self._objects, path)))
+            return not self._is_vacated(self._asked(lambda: obstore.head(self._objects, path)))
         except FileNotFoundError:
             return False
 
@@ -80,7 +76,7 @@ class Store:
         """
         while not self._put(path, data, "create"):
             try:
-                found, meta = self._read(path)
+                found, meta = self._get(path)
             except FileNotFoundError:  # moved aside since; the name is free again
                 continue
             if not self._is_vacated(meta):
@@ -94,11 +90,11 @@ class Store:
         self._put(path, data, "overwrite")
 
     def upload(self, path: str, file: Path) -> None:
-        """Write a local file over whatever is at `path`; large ones in parts, so that few of them are in memory."""
+        """Write a local file over whatever is at `path`; a large one in parts, so that it need not be in memory."""
         if file.stat().st_size <= _PART_BYTES:
             return self.replace(path, file.read_bytes())
         parts: Any = {"use_multipart": True, "chunk_size": _PART_BYTES // 4, "max_concurrency": 4}
-        self._retried(path, lambda: obstore.put(self._objects, path, file, **parts))
+        self._asked(lambda: obstore.put(self._objects, path, file, **parts))
 
     def download(self, path: str, size: int, file: Path) -> None:
         """Copy an object of `size` bytes to a local file, part by part; raises FileNotFoundError."""
@@ -106,7 +102,7 @@ class Store:
         with open(file, "wb") as target:
             for start in range(0, size, _PART_BYTES):
                 part = {"start": start, "end": min(start + _PART_BYTES, size)}
-                target.write(self._retried(path, partial(obstore.get_range, self._objects, path, **part)))
+                target.write(self._asked(partial(obstore.get_range, self._objects, path, **part)))
 
     def list(self, prefix: str = "") -> _Paths:
         """Sorted paths of the objects under a directory; unfinished writes are not objects."""
@@ -117,33 +113,32 @@ class Store:
         found: dict[str, int] = {}
         seen: _Paths = []
 
-        def read_on() -> None:
+        def read_on() -> None:  # a listing that broke off goes on behind the last page that came
             for page in obstore.list(self._objects, prefix or None, offset=seen[-1] if seen else None):
                 found.update({meta["path"]: meta["size"] for meta in page if not self._is_vacated(meta)})
-                if page and self.local_path is None:  # pages of object stores are in order
+                if page and self.local_path is None:
                     seen.append(page[-1]["path"])
 
-        self._retried(prefix, read_on)
+        self._asked(read_on)
         return found
 
     def children(self, prefix: str) -> _Paths:
         """Sorted names of the directories directly under a directory."""
-        found = self._retried(prefix, lambda: obstore.list_with_delimiter(self._objects, prefix or None))
-        return sorted(path.rsplit("/", 1)[-1] for path in found["common_prefixes"])
+        found = self._asked(lambda: obstore.list_with_delimiter(self._objects, prefix or None))["common_prefixes"]
+        return sorted(path.rsplit("/", 1)[-1] for path in found)
 
     def delete(self, path: str) -> None:
         """Delete an object; that there is none is success."""
         try:
-            self._retried(path, lambda: obstore.delete(self._objects, path))
+            self._asked(lambda: obstore.delete(self._objects, path))
         except FileNotFoundError:
             return
 
     def delete_prefix(self, prefix: str) -> None:
         """Delete a directory and all in it; on a local disk it vanishes at once, before its parts do."""
         if self.local_path is None:
-            with ThreadPoolExecutor(_DELETED_AT_A_TIME) as pool:
-                for _ in pool.map(self.delete, self.list(prefix)):
-                    pass
+            with ThreadPoolExecutor(_DELETED_AT_A_TIME) as threads:
+                list(threads.map(self.delete, self.list(prefix)))
             return
         doomed = self.local_path / f"{prefix}{_DELETING}{secrets.token_hex(4)}"
         try:
@@ -180,7 +175,7 @@ class Store:
         # Object stores neither rename atomically nor delete on a condition, but they overwrite on one: the bad object
         # gives way to an empty one, which stands for a free name and which `create` overwrites on a condition too.
         try:
-            data, meta = self._read(path)
+            data, meta = self._get(path)
         except FileNotFoundError:
             return None
         if bytes_digest(data) != expected_digest or not self.create(aside, data):
@@ -190,33 +185,33 @@ class Store:
         self.delete(aside)
         return None
 
+    def _asked(self, operation: Callable[[], T]) -> T:
+        """The result of an operation; of a remote store patiently."""
+        return operation() if self.local_path else patiently(operation, self.url)
+
+    def _get(self, path: str) -> tuple[bytes, Any]:
+        """All bytes of an object and what the store says of it; never a part of them."""
+
+        def read() -> tuple[bytes, Any]:
+            found = obstore.get(self._objects, path)
+            data = bytes(found.bytes())
+            if len(data) != found.meta["size"]:
+                raise OSError(f"{len(data)} of {found.meta['size']} bytes were read")
+            return data, found.meta
+
+        return self._asked(read)
+
     def _put(self, path: str, data: bytes, mode: Any) -> bool:
         """Put on a condition; False when it did not hold."""
         try:
-            self._retried(path, lambda: obstore.put(self._objects, path, data, mode=mode, use_multipart=False))
+            self._asked(lambda: obstore.put(self._objects, path, data, mode=mode, use_multipart=False))
         except (AlreadyExistsError, PreconditionError):
             return False
-        except FileNotFoundError as error:
-            if self.local_path is None:
-                raise no_bucket(self.url) from error
-            raise
         except (BaseError, OSError) as error:
             if is_no_room(error):
                 raise no_room(self.location(path)) from error
             raise
         return True
-
-    def _read(self, path: str) -> tuple[bytes, Any]:
-        """The bytes and metadata of an object, whole; raises FileNotFoundError."""
-
-        def whole() -> tuple[bytes, Any]:
-            found = obstore.get(self._objects, path)
-            return bytes(found.bytes()), found.meta
-
-        return self._retried(path, whole)
-
-    def _retried(self, path: str, call: Callable[[], T]) -> T:
-        return call() if self.local_path is not None else retried(self.location(path), call, self._patience_s)
 
     def _is_vacated(self, meta: Any) -> bool:
         return self.local_path is None and meta["size"] == 0

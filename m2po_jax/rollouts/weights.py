@@ -1,7 +1,6 @@
 """Published weights: parameters by version through Orbax, visible only once whole, bound to their digest.
 
 On several hosts each writes the parts that its devices hold, and all of them call `publish` and `load` in one order.
-One host writes to an object store by way of its own disk: few requests, each of which is made again when it fails.
 """
 
 import contextlib
@@ -25,7 +24,6 @@ from orbax.checkpoint.options import MultiprocessingOptions
 from m2po_jax.config import UserError
 from m2po_jax.rollouts import staging
 from m2po_jax.rollouts.paths import LATEST, WEIGHTS, parse_version, weights_path
-from m2po_jax.rollouts.remote import StoreAway
 from m2po_jax.rollouts.store import Store, is_no_room, no_room
 
 _LOG = logging.getLogger(__name__)
@@ -108,48 +106,42 @@ def load(store: Store, version: int, abstract_params: Any) -> tuple[Any, str]:
     """
     recorded = read_digest(store, version)
     location = store.location(weights_path(version))
-    with _readable(store, version, _shared(abstract_params)) as files:
-        try:
-            with _LOADING:
-                loader = _loader(_shared(abstract_params))
-                params = loader.restore(files, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
-        except Exception as error:  # Orbax and TensorStore raise many types for damaged files
-            reason = _mismatch(files, abstract_params) or f"they are damaged ({repr(error)[:200]})"
-            raise _unusable(location, version, reason) from error
-        params = jax.tree.map(_on_device, params)
-        if params_digest(params) != recorded or _shapes(params) != _shapes(abstract_params):
-            reason = _mismatch(files, abstract_params) or "their content does not match their digest"
-            raise _unusable(location, version, reason)
-    return params, recorded
-
-
-def fault(store: Store, version: int) -> str | None:
-    """What is wrong with the weights of a version, whatever the model: read whole, and compared with their digest."""
     try:
-        recorded = read_digest(store, version)
-        with _readable(store, version, False) as files, _LOADING:
-            params = _loader(False).restore(files, args=ocp.args.StandardRestore(_abstract(files)))
-    except UserError as error:
-        return str(error)
+        with _LOADING, _readable(store, version) as directory:
+            loader = _loader(_shared(abstract_params))
+            params = loader.restore(directory, args=ocp.args.StandardRestore(jax.tree.map(_target, abstract_params)))
     except Exception as error:  # Orbax and TensorStore raise many types for damaged files
-        return f"damaged ({repr(error)[:200]})"
-    return None if params_digest(params) == recorded else "their content does not match their digest"
+        reason = _mismatch(location, abstract_params) or f"they are damaged ({repr(error)[:200]})"
+        raise _unusable(location, version, reason) from error
+    params = jax.tree.map(_on_device, params)
+    if params_digest(params) != recorded or _shapes(params) != _shapes(abstract_params):
+        reason = _mismatch(location, abstract_params) or "their content does not match their digest"
+        raise _unusable(location, version, reason)
+    return params, recorded
 
 
 def read_digest(store: Store, version: int) -> str:
     """The digest recorded with a version's weights; raises UserError naming the versions there are when missing."""
-    location = store.location(weights_path(version))
+    if (digest := find_digest(store, version)) is not None:
+        return digest
+    there = ", ".join(map(str, versions(store))) or "none"
+    raise UserError(
+        f"no weights of version {version} at {store.location(weights_path(version))}: the versions there are {there};"
+        " to make it again, delete the checkpoints after it and resume, or start a new run"
+    )
+
+
+def find_digest(store: Store, version: int) -> str | None:
+    """The digest recorded with a version's weights, or None when they are not there; in one request."""
     try:
-        if not is_there(store, version):
-            raise FileNotFoundError(location)
+        if store.local_path is None:
+            facts = staging.committed(store, weights_path(version))
+            return None if facts is None else str(facts[_DIGEST])
         return str(json.loads(store.get(f"{weights_path(version)}/{_METADATA}"))["custom_metadata"][_DIGEST])
-    except FileNotFoundError as error:
-        there = ", ".join(map(str, versions(store))) or "none"
-        raise UserError(
-            f"no weights of version {version} at {location}: the versions there are {there};"
-            " to make it again, delete the checkpoints after it and resume, or start a new run"
-        ) from error
+    except FileNotFoundError:
+        return None
     except (ValueError, KeyError, TypeError) as error:
+        location = store.location(weights_path(version))
         raise _unusable(location, version, f"their metadata is unreadable ({error!r})") from error
 
 
@@ -166,31 +158,31 @@ def latest(store: Store) -> tuple[int, str] | None:
 
 def versions(store: Store) -> list[int]:
     """Versions whose weights are there, in order; unfinished and half-deleted ones do not count."""
-    return [version for name in staging.whole(store, WEIGHTS) if (version := parse_version(name)) is not None]
-
-
-def is_there(store: Store, version: int) -> bool:
-    """Whether the weights of one version are there, whole: one small request."""
-    return staging.is_whole(store, weights_path(version))
+    names = staging.children(store, WEIGHTS) if store.local_path is None else store.children(WEIGHTS)
+    return [version for name in names if (version := parse_version(name)) is not None]
 
 
 def retire(store: Store, version: int) -> None:
     """Delete the weights of a version; that there are none is success."""
-    staging.remove(store, weights_path(version))
+    if store.local_path is None:
+        staging.delete(store, weights_path(version))
+    else:
+        store.delete_prefix(weights_path(version))
 
 
 def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     location = store.location(weights_path(version))
-    if not is_there(store, version):
+    if version not in versions(store):
         try:
-            _write(store, version, params, {_DIGEST: digest})
+            shared = _shared(params)
+            arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
+            with _writable(store, version, digest, shared) as directory:
+                _saver(shared).save(directory, args=arrays, custom_metadata={_DIGEST: digest})
             return Published(version, digest, created=True)
-        except (UserError, StoreAway):
-            raise
         except Exception as error:  # Orbax and TensorStore raise many types
             if is_no_room(error):
                 raise no_room(location) from error
-            if not is_there(store, version):  # not a lost race either
+            if version not in versions(store):  # not a lost race either
                 raise
     there = read_digest(store, version)
     if there != digest:
@@ -198,30 +190,30 @@ def _save(store: Store, version: int, params: Any, digest: str) -> Published:
     return Published(version, there, created=False)
 
 
-def _write(store: Store, version: int, params: Any, metadata: dict[str, str]) -> None:
-    shared = _shared(params)
-    arrays = ocp.args.StandardSave(params if shared else jax.device_get(params))
-    if store.local_path is not None or shared:
-        location = store.location(weights_path(version))
-        _saver(shared).save(location, args=arrays, custom_metadata=metadata)
-        return
-    with staging.scratch("weights") as folder:
-        _saver(False).save(folder / "params", args=arrays, custom_metadata=metadata)
-        staging.upload(store, folder / "params", weights_path(version))
+@contextlib.contextmanager
+def _writable(store: Store, version: int, digest: str, shared: bool) -> Iterator[str]:
+    """Where Orbax writes a version; it is there once this ends. Several hosts write to a remote store themselves."""
+    if store.local_path is not None:
+        yield store.location(weights_path(version))
+    elif shared:
+        yield store.location(weights_path(version))
+        if jax.process_index() == 0:
+            staging.commit(store, weights_path(version), {_DIGEST: digest})
+    else:
+        with staging.scratch() as scratch:
+            yield str(scratch / "params")
+            staging.upload(store, scratch / "params", weights_path(version), {_DIGEST: digest})
 
 
 @contextlib.contextmanager
-def _readable(store: Store, version: int, shared: bool) -> Iterator[str]:
-    """Where Orbax is to read a version: where it is, or a copy on the local disk for as long as the block lasts."""
-    if store.local_path is not None or shared:
+def _readable(store: Store, version: int) -> Iterator[str]:
+    """Where Orbax reads a version; several hosts read what they need from a remote store themselves."""
+    if store.local_path is not None or jax.process_count() > 1:
         yield store.location(weights_path(version))
         return
-    with staging.scratch("weights") as folder:
-        try:
-            staging.download(store, weights_path(version), folder / "params")
-        except FileNotFoundError as error:  # retired meanwhile
-            raise _unusable(store.location(weights_path(version)), version, "they are gone") from error
-        yield str(folder / "params")
+    with staging.scratch() as scratch:
+        staging.download(store, weights_path(version), scratch)
+        yield str(scratch)
 
 
 def _point_latest(store: Store, version: int, digest: str) -> None:
@@ -231,8 +223,11 @@ def _point_latest(store: Store, version: int, digest: str) -> None:
 
 
 def _sweep(store: Store, version: int) -> None:
+    """Delete what a publication that did not end has left."""
     if store.local_path is None:
-        return  # an upload replaces what is left of an earlier one
+        if find_digest(store, version) is None:
+            store.delete_prefix(weights_path(version))
+        return
     for name in store.children(WEIGHTS):
         if name.startswith(f"{version:08d}.") or ".deleting-" in name:
             store.delete_prefix(f"{WEIGHTS}/{name}")
@@ -313,12 +308,6 @@ def _mismatch(location: str, abstract_params: Any) -> str | None:
         if saved.get(path) != wanted.get(path):
             return f"{path} is {saved.get(path, 'missing')}, this model has {wanted.get(path, 'none')}"
     return None
-
-
-def _abstract(location: str) -> Any:
-    """Numpy arrays with the saved shapes and dtypes."""
-    saved = _loader(False).metadata(location).item_metadata.tree
-    return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

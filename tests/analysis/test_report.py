@@ -132,16 +132,17 @@ def test_output_is_a_folder(sweep: Path, written: Path):
         (["/r/a", "/r/b"], None, "/r/report.html"),
         (["/r/a/0", "/r/b/1"], None, "/r/report.html"),
         (["gs://bucket/run"], "x", "x/report.html"),
+        (["gs://bucket/run"], None, "gs://bucket/run/report.html"),
     ],
 )
 def test_where_the_page_goes(paths: list[str], output: str | None, page: str):
     folder, name = report._destination(paths, output)
-    assert folder / name == Path(page)
+    assert f"{folder}/{name}" == page
 
 
-def test_a_remote_run_needs_an_output():
+def test_several_remote_runs_need_an_output():
     with pytest.raises(UserError, match="--output"):
-        report._destination(["gs://bucket/run"], None)
+        report._destination(["gs://bucket/run", "gs://bucket/other"], None)
 
 
 def test_unfinished_runs_and_missing_diagnostics_are_said_first(tmp_path: Path, sweep: Path):

@@ -1,56 +1,62 @@
-"""What goes wrong with a share of the requests, drawn from a seed, and how many requests there were of each kind."""
+"""What goes wrong on the way: a seeded share of the requests, or all of them for a while."""
 
 import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KINDS = ("429", "503", "hang", "drop", "truncate")
+"""Too many requests; unavailable; no answer until the client gives up; closed before and after the request was done;
+an answer that breaks off in the middle."""
 
 
-@dataclass(frozen=True)
-class Fate:
-    """What is to happen to one request: one of KINDS or `away`, before or after it was carried out."""
-
-    kind: str
-    after: bool = False
-
-
+@dataclass
 class Faults:
-    """Settings that can change while the server runs."""
+    """Which requests fail, and how; and how many requests there were."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.counts: Counter[str] = Counter()
-        self.set({})
+    share: float = 0.0
+    kinds: tuple[str, ...] = KINDS
+    hang_s: float = 2.0
+    away_until: float = 0.0
+    requests: Counter = field(default_factory=Counter)
+    """By kind: get, head, list, put, delete, and so on; `bytes_in`, `bytes_out`; and each fault by its kind."""
+    _random: random.Random = field(default_factory=lambda: random.Random(0))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draw(self, request: str) -> str | None:
+        """Count a request, and say what befalls it."""
+        with self._lock:
+            self.requests[request] += 1
+            if time.monotonic() < self.away_until:
+                fault = "503"
+            elif self._random.random() < self.share:
+                fault = self._random.choice(self.kinds)
+            else:
+                return None
+            self.requests[fault] += 1
+            return fault
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to a number of `requests`."""
+        with self._lock:
+            self.requests[name] += amount
 
     def set(self, settings: dict) -> None:
-        """Shares by kind in 0..1, `hang_s`, `away_s` (no connection is answered for so long), `seed`."""
+        """Take settings by name; `away_s` from now on, `seed`, and `reset` of the counts."""
         with self._lock:
-            self.shares = {kind: float(settings.get(kind, 0)) for kind in KINDS}
-            self.hang_s = float(settings.get("hang_s", 30))
-            self.away_until = time.monotonic() + float(settings.get("away_s", 0))
-            self._random = random.Random(settings.get("seed", 0))
+            settings = dict(settings)
+            if "seed" in settings:
+                self._random = random.Random(settings.pop("seed"))
+            if "away_s" in settings:
+                self.away_until = time.monotonic() + settings.pop("away_s")
+            if settings.pop("reset", False):
+                self.requests.clear()
+            for name, value in settings.items():
+                setattr(self, name, tuple(value) if name == "kinds" else value)
 
-    def draw(self) -> Fate | None:
-        """What happens to the next request."""
-        if time.monotonic() < self.away_until:
-            return Fate("away")
+    @property
+    def is_before(self) -> bool:
+        """Whether a dropped connection drops before the request is done, or after it."""
         with self._lock:
-            place = self._random.random()
-            for kind, share in self.shares.items():
-                if place < share:
-                    return Fate(kind, after=kind not in ("429", "503") and self._random.random() < 0.5)
-                place -= share
-        return None
-
-    def count(self, **numbers: int) -> None:
-        with self._lock:
-            self.counts.update(numbers)
-
-    def taken(self) -> dict[str, int]:
-        """Counts since they were last taken."""
-        with self._lock:
-            counts, self.counts = dict(self.counts), Counter()
-        return counts
+            return self._random.random() < 0.5

@@ -33,7 +33,8 @@ def generated(responses: list[str], stopped: list[bool]) -> Generated:
     for row, text in enumerate(responses):
         tokens[row, : len(text)] = [ids[c] if c in ids else TASK.tokenizer.encode(c)[0] for c in text]
         mask[row, : len(text)] = True
-    return Generated(tokens, np.where(mask, np.float32(-1.0), np.float32(0.0)), mask, np.array(stopped))
+    logprobs = np.where(mask, np.float32(-1.0), np.float32(0.0))
+    return Generated(tokens, logprobs, mask, np.array(stopped), np.int32(mask.size))
 
 
 def collect(responses, stopped):

@@ -118,7 +118,7 @@ def test_misplaced_fields_are_found():
 
 @pytest.mark.parametrize("spot", ["yes", "no"])
 def test_manifest_has_the_structure_of_the_api(tmp_path, spot):
-    generators = {"GENERATOR_SLICES": "2", "GENERATOR_TOPOLOGY": "v5e:2x2", "GENERATOR_ARGUMENTS": "(generate x)"}
+    generators = {"GENERATOR_SLICES": "2", "GENERATOR_TOPOLOGY": "v5e:2x2", "GENERATOR_ARGUMENTS": "(--wait '3 0')"}
     made = manifest(write_config(tmp_path, AWKWARD, SPOT=spot, **generators))
     assert misplaced(made, JOB_SET) == []
     assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")

@@ -98,11 +98,12 @@ def test_a_slice_that_was_taken_away_is_requested_anew(tmp_path):
 def test_generators_have_requests_of_their_own(tmp_path):
     there = cloud.with_queued_resources(tmp_path, "ACTIVE")
     source = str(repository(tmp_path))
-    generators = {"GENERATOR_TOPOLOGY": "v5e:2x2", "GENERATOR_ARGUMENTS": "(generate 'a run')"}
+    generators = {"GENERATOR_TOPOLOGY": "v5e:2x2", "GENERATOR_ARGUMENTS": "(--wait '3 0')"}
     config = write_config(tmp_path, REPOSITORY=source, GENERATOR_SLICES="2", **generators)
     assert queued("create", config, **there).returncode == 0
     assert list(cloud.requests(tmp_path)) == ["run-1-generator-0", "run-1-generator-1", "run-1-learner"]
-    assert started_with(tmp_path, "run-1-generator-1") == ["generate", "a run"]
+    assert started_with(tmp_path, "run-1-generator-1") == ["generate", "gs://bucket/of us/runs/run-1", "--wait", "3 0"]
+    assert started_with(tmp_path)[0] == "learn", "as generators make what it reads"
 
     fewer = write_config(tmp_path, REPOSITORY=source, GENERATOR_SLICES="1", **generators)
     (tmp_path / "requests" / "run-1-x").write_text("ACTIVE")

@@ -6,11 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from m2po_jax.config import UserError
+from m2po_jax.config import StalenessConfig, UserError
 from m2po_jax.learner import feed as feed_module
 from m2po_jax.learner.feed import Feed
 from m2po_jax.learner.hosts import Hosts
-from m2po_jax.rollouts import Provenance, Store, UnitId, read_batch_record, shard_path, units, write_shard
+from m2po_jax.rollouts import (
+    Provenance,
+    Schedule,
+    Store,
+    UnitId,
+    read_batch_record,
+    read_position,
+    shard_path,
+    units,
+    whole_batches,
+    write_shard,
+)
 from tests import tiny
 from tests.rollouts.conftest import _make_rollouts
 
@@ -30,22 +41,29 @@ def rollouts_of(unit: UnitId):
 
 
 class Maker:
-    """Makes missing units, and remembers which."""
+    """Makes the best of what will do where nothing is there, and remembers which."""
 
     def __init__(self, store: Store):
         self.store, self.made = store, []
 
-    def __call__(self, wanted):
-        for unit in wanted:
-            if not self.store.exists(shard_path(unit)):
-                self.made.append(unit)
-                write_shard(self.store, rollouts_of(unit), unit, PROVENANCE, "test")
+    def __call__(self, options):
+        return tuple(self.there(units) or self.make(units[0]) for units in options)
+
+    def there(self, options):
+        return next((unit for unit in options if self.store.exists(shard_path(unit))), None)
+
+    def make(self, unit):
+        self.made.append(unit)
+        write_shard(self.store, rollouts_of(unit), unit, PROVENANCE, "test")
+        return unit
 
 
-def feed_of(store, rows=None, make=None, notes=None):
+def feed_of(store, rows=None, make=None, notes=None, config=CONFIG, others=None, inventory=None):
     rows = np.arange(ROWS) if rows is None else rows
     note = (lambda message: None) if notes is None else notes.append
-    return Feed(store, CONFIG, Hosts(), rows, make or Maker(store), lambda version: PROVENANCE, note)
+    schedule = Schedule.of(config, inventory)
+    supply = make or Maker(store)
+    return Feed(store, schedule, config, Hosts(), rows, supply, lambda version: PROVENANCE, note, others)
 
 
 def damage(store, unit):
@@ -135,9 +153,10 @@ def test_a_damaged_shard_is_said_set_aside_and_made_again(store, ahead):
 
 def test_a_disk_that_damages_every_shard_is_named(store):
     class Damaging(Maker):
-        def __call__(self, wanted):
-            super().__call__(wanted)
+        def __call__(self, options):
+            wanted = super().__call__(options)
             damage(store, wanted[1])
+            return wanted
 
     feed = feed_of(store, make=Damaging(store))
     with pytest.raises(UserError, match=r"000000-0001.parquet was bad 3 times in a row"):
@@ -164,12 +183,82 @@ def test_what_is_bad_is_said_before_it_is_made_again(store):
     feed_of(store, make=maker).take(0)
     damage(store, units(0, 0, 2)[1])
 
-    def make(wanted):
-        said.append("made" if any(not store.exists(shard_path(unit)) for unit in wanted) else "there")
-        maker(wanted)
+    def make(options):
+        said.append("made" if any(maker.there(units) is None for units in options) else "there")
+        return maker(options)
 
     feed = feed_of(store, make=make, notes=said)
     feed.read_ahead(0)
     feed.take(0)
     assert [line.split(" ")[0] for line in said] == ["bad", "made"]
     feed.close()
+
+
+AT_MOST = replace(CONFIG, staleness=StalenessConfig(policy="at_most", k=5))
+
+
+def test_a_batch_may_be_of_several_versions_and_says_their_ages(store):
+    """At most 5 behind at the second of two updates: version 4 reads 4, 2 or 0, unit by unit, the newest first."""
+    maker = Maker(store)
+    for unit in (UnitId(0, 2, 0), UnitId(2, 2, 0), UnitId(2, 2, 1)):
+        maker.make(unit)
+    feed = feed_of(store, make=maker, config=AT_MOST)
+    record, rollouts = feed.take(4)
+    assert record.units == (UnitId(2, 2, 0), UnitId(2, 2, 1)) and record.ages == (2, 2)
+    maker.make(UnitId(0, 3, 1)), maker.make(UnitId(4, 3, 0))
+    maker.made.clear()
+    record, rollouts = feed.take(6)
+    assert record.units == (UnitId(4, 3, 0), UnitId(6, 3, 1)), "version 0 is 6 behind: too old"
+    assert maker.made == [UnitId(6, 3, 1)]
+    assert (record.behavior_version, record.staleness_updates, record.ages) == (4, 2, (2, 0))
+    np.testing.assert_array_equal(feed.ages(record), np.repeat([2, 0], ROWS // 2))
+    feed.close()
+
+
+def test_what_was_recorded_is_consumed_again_though_something_newer_is_there(store):
+    maker = Maker(store)
+    maker.make(UnitId(0, 2, 0)), maker.make(UnitId(2, 2, 1))
+    first = feed_of(store, make=maker, config=AT_MOST).take(4)
+    maker.make(UnitId(4, 2, 0)), maker.make(UnitId(4, 2, 1))
+    feed = feed_of(store, make=maker, config=AT_MOST)
+    again = feed.take(4)
+    feed.close()
+    assert again[0] == first[0] and again[0].units == (UnitId(0, 2, 0), UnitId(2, 2, 1))
+    assert again[1].response_texts == first[1].response_texts
+    assert read_position(store) == 4
+
+
+def test_another_run_is_read_in_order_and_again_from_the_beginning(store, tmp_path):
+    other = Store.open(tmp_path / "other", create=True)
+    theirs = Provenance("theirs", "their weights", "tokenizer")
+    made = [UnitId(8, 0, 0), UnitId(8, 0, 1), UnitId(8, 1, 0), UnitId(8, 1, 1), UnitId(8, 2, 0)]
+    for unit in made:
+        write_shard(other, rollouts_of(unit), unit, theirs, "them")
+    config = replace(CONFIG, staleness=StalenessConfig(policy="frozen", run="elsewhere", version=8))
+    inventory = {"elsewhere 8": whole_batches(other, 8, 2)}
+    assert inventory == {"elsewhere 8": ((8, 0), (8, 1))}, "the third is not whole"
+    others = {"elsewhere": (other, Provenance("theirs", "", "tokenizer"))}
+    feed = feed_of(store, make=refusing, config=config, others=others, inventory=inventory)
+    feed.read_ahead(2)
+    records = [feed.take(version)[0] for version in (0, 2, 4)]
+    assert [record.units for record in records] == [tuple(made[:2]), tuple(made[2:4]), tuple(made[:2])]
+    assert [(record.run, record.ages) for record in records] == [("elsewhere", (v, v)) for v in (0, 2, 4)]
+    assert read_batch_record(store, 2) == records[1]
+    file = other.local_path / shard_path(made[0])
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(UserError, match="000000-0000.parquet: .*m2po verify"):
+        feed.take(8)
+    assert len(other.list("rollouts")) == 5, "another run's files are not moved"
+    strangers = {"elsewhere": (other, Provenance("mine", "", "tokenizer"))}
+    with pytest.raises(UserError, match="run id is theirs, expected mine"):
+        feed_of(store, config=config, others=strangers, inventory=inventory).take(2)
+    feed.close()
+
+
+def test_to_be_asked_to_stop_while_waiting_takes_nothing(store):
+    assert feed_of(store, make=lambda options: None).take(0) is None
+    assert read_batch_record(store, 0) is None
+
+
+def refusing(options):
+    raise AssertionError(f"asked to make {options}")

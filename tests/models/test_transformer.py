@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from m2po_jax.config import ConfigError, ModelConfig
-from m2po_jax.models import Cache, Transformer
+from m2po_jax.models import Cache, Transformer, decoding
 from m2po_jax.models.positions import frequencies, positions, rotate, segment_positions
 from m2po_jax.models.transformer import forward_packed, logits_of
 from m2po_jax.tasks import left_padded, right_padded
@@ -105,12 +105,21 @@ def test_filling_the_cache_in_parts_gives_the_hidden_states_of_one_pass(policy):
     np.testing.assert_allclose(np.concatenate(parts, axis=1)[valid], np.asarray(whole)[valid], atol=1e-5)
 
 
-def test_a_repeated_cache_holds_each_sequence_in_a_row():
-    keys = jnp.arange(2 * 3 * 4, dtype=jnp.float32).reshape(2, 3, 4, 1, 1)
-    repeated = Cache(keys, -keys).repeat(2)
-    np.testing.assert_array_equal(repeated.keys[:, [0, 2, 4]], keys)
-    np.testing.assert_array_equal(repeated.keys[:, [1, 3, 5]], keys)
-    np.testing.assert_array_equal(repeated.values, -repeated.keys)
+def test_layers_one_by_one_say_what_layers_in_a_stack_say(policy):
+    """A token a step, in any free slot of the cache: what a query sees is up to the mask alone."""
+    model, params = policy
+    whole, _ = hidden_and_logits(model, params, np.array(ROWS[:1], np.int32), np.ones((1, 6), bool))
+    for in_a_stack in (True, False):
+        cache = Cache.zeros(model.config, 1, 7)
+        cache = cache if in_a_stack else cache.layers()
+        weights = params if in_a_stack else decoding.by_layer(params, model.config.layers)
+        step = jax.jit(partial(decoding.decode, model))
+        seen = np.zeros((1, 7), bool)
+        for t, slot in enumerate((4, 5, 6, 0, 1, 2)):
+            seen[0, slot] = True
+            inputs = np.array([ROWS[0][t]], np.int32), np.array([t], np.int32), seen, cache, np.int32(slot)
+            hidden, cache = step(weights, *inputs)
+            np.testing.assert_allclose(hidden, whole[:, t], atol=1e-5)
 
 
 def test_rotary_scores_depend_on_distance_alone(rng):

@@ -1,5 +1,6 @@
 """The store on an object store like Google's, in memory, while that fails in every way it can."""
 
+import json
 import logging
 import os
 import subprocess
@@ -9,16 +10,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from obstore.store import from_url
 
 from m2po_jax.config import UserError
-from m2po_jax.rollouts import Store, bytes_digest
-from m2po_jax.rollouts.remote import StoreAway
+from m2po_jax.rollouts import Store, UnitId, bytes_digest, remote, shard_path
+from m2po_jax.rollouts.shelf import Shelf
+from tests.gcs.server import Server
 
 
 @pytest.fixture
 def bucket(gcs, request) -> Store:
     """A store of its own in the bucket."""
-    return Store.open(f"{gcs.bucket()}/{request.node.name}", patience_s=20)
+    return Store.open(f"gs://{gcs.bucket}/{request.node.name}")
 
 
 def test_objects_are_created_once_replaced_listed_and_deleted(bucket):
@@ -49,95 +52,137 @@ def test_a_bad_object_is_moved_aside_and_its_name_is_free(bucket):
     assert bucket.get("a/b") == b"good"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["429", "503", "drop", "truncate"])
 def test_half_of_the_requests_fail_in_one_way(gcs, bucket, kind):
     payload = os.urandom(100_000)
-    gcs.faults(**{kind: 0.5}, seed=3)
+    gcs.faults(share=0.5, kinds=[kind], seed=3)
     for turn in range(12):
         assert bucket.create(f"a/{turn:02d}", payload)
         assert bucket.get(f"a/{turn:02d}") == payload
         assert not bucket.create(f"a/{turn:02d}", b"other")
     assert bucket.list("a") == [f"a/{turn:02d}" for turn in range(12)]
-    assert gcs.counts()["faults"] > 12
+    assert gcs.requests()[kind] > 12
 
 
 @pytest.mark.slow
 def test_a_fifth_of_the_requests_fail_in_every_way_and_nothing_is_lost(gcs, bucket):
     bodies = {f"a/{turn:03d}": os.urandom(20_000) for turn in range(60)}
-    gcs.trouble(0.2, seed=1)
+    gcs.faults(share=0.2, kinds=["429", "503", "drop", "truncate"], seed=1)
     for path, body in bodies.items():
         assert bucket.create(path, body)
         bucket.replace("pointer", path.encode())
         assert bucket.get(path) == body
         assert bucket.get("pointer") == path.encode()
-    assert gcs.counts()["faults"] > 20
+    requests = gcs.requests()
+    assert min(requests[kind] for kind in ("429", "503", "drop", "truncate")) >= 3, requests
     assert bucket.list("a") == sorted(bodies)
     for path in bodies:
         bucket.delete(path)
     assert bucket.list("a") == []
 
 
-def test_a_long_listing_that_breaks_off_goes_on_where_it_was(gcs, bucket):
-    gcs.fill(bucket.url.removeprefix("gs://m2po-tests/") + "/many/{:06d}", 8500)
-    gcs.faults(truncate=0.5, seed=2)
-    gcs.counts()
-    assert bucket.list("many") == [f"many/{number:06d}" for number in range(8500)]
-    counts = gcs.counts()
-    assert counts["faults"] >= 3
-    assert counts["list"] <= 9 + counts["faults"]
+@pytest.fixture
+def full(gcs, monkeypatch, tmp_path):
+    """A server in this process, with this many shards of each of many versions."""
+    servers = []
+
+    def full(versions: int, shards: int) -> tuple[Store, Server]:
+        server = Server(0, ["m2po-tests"])
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        bucket = server.buckets["m2po-tests"]
+        for unit in (UnitId(version, batch, 0) for version in range(versions) for batch in range(shards)):
+            bucket.put(f"run/{shard_path(unit)}", b"x")
+        account = tmp_path / "account.json"
+        empty = {"private_key": "", "private_key_id": "", "client_email": ""}
+        account.write_text(json.dumps({"gcs_base_url": server.url, "disable_oauth": True, **empty}))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
+        return Store.open("gs://m2po-tests/run"), server
+
+    yield full
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
+def test_a_long_listing_that_breaks_off_goes_on_where_it_was(full):
+    store, server = full(17, 500)
+    server.faults.set({"share": 0.5, "kinds": ["truncate"], "seed": 2, "reset": True})
+    assert len(store.list("rollouts")) == 8500
+    assert server.faults.requests["truncate"] >= 3
+    assert server.faults.requests["list"] <= 9 + server.faults.requests["truncate"]
+
+
+@pytest.mark.slow
+def test_units_of_a_version_take_as_many_requests_among_100000_shards_as_among_100(full):
+    taken = []
+    for versions in (1, 1000):
+        store, server = full(versions, 100)
+        server.faults.set({"reset": True})
+        shelf = Shelf(store)
+        shelf.look([0])
+        assert shelf.first([UnitId(0, 100, 0), UnitId(0, 99, 0)]) == UnitId(0, 99, 0)
+        taken.append(dict(server.faults.requests))
+    assert taken[0] == taken[1]
+    assert taken[0]["list"] == 1
+
+
+@pytest.mark.slow
 def test_a_silent_store_is_asked_again(gcs, bucket, monkeypatch):
-    from m2po_jax.rollouts import remote
+    client = remote._client
+    monkeypatch.setattr(
+        remote,
+        "from_url",
+        lambda url, client_options, **rest: from_url(
+            url, client_options=client_options | {"read_timeout": "1s"}, **rest
+        ),
+    )
+    bucket._objects = client(bucket.url, max_retries=2, patience_s=5.0)
+    gcs.faults(share=0.4, kinds=["hang"], hang_s=2, seed=5)
+    for turn in range(4):
+        assert bucket.create(f"a/{turn}", b"x")
+        assert bucket.get(f"a/{turn}") == b"x"
+    assert gcs.requests()["hang"]
 
-    monkeypatch.setitem(remote._CLIENT, "read_timeout", "1s")
-    impatient = Store.open(bucket.url, patience_s=30)
-    gcs.faults(hang=0.5, hang_s=2, seed=5)
-    for turn in range(3):
-        assert impatient.create(f"a/{turn}", b"x")
-        assert impatient.get(f"a/{turn}") == b"x"
 
-
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_is_waited_for_and_that_is_said_once(gcs, bucket, caplog, monkeypatch):
-    from m2po_jax.rollouts import remote
-
-    monkeypatch.setattr(remote, "_WARN_AFTER_S", 1.0)
+    monkeypatch.setattr(remote, "_SAY_AFTER_S", 1.0)
+    bucket._objects = remote._client(bucket.url, max_retries=1, patience_s=1.0)
     bucket.create("a", b"x")
-    gcs.faults(away_s=4)
+    gcs.faults(away_s=5)
     with caplog.at_level(logging.WARNING):
         assert bucket.get("a") == b"x"
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2
-    assert "does not answer" in said[0] and "answers again" in said[1]
+    assert len(caplog.records) == 1
+    assert "does not answer (" in caplog.text
 
 
-def test_patience_ends(gcs, bucket):
-    gcs.faults(away_s=30)
+def test_patience_ends(gcs, bucket, monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
+    bucket._objects = remote._client(bucket.url, max_retries=1, patience_s=1.0)
+    gcs.faults(away_s=60)
     began = time.monotonic()
-    with pytest.raises(StoreAway, match=r"/a did not answer for \d s"):
-        Store.open(bucket.url, patience_s=1).get("a")
+    with pytest.raises(UserError, match=r"does not answer since \d s .*run the same command again when it does"):
+        bucket.get("a")
     assert time.monotonic() - began < 8
 
 
-def test_what_the_user_can_mend_is_said_at_once(gcs, bucket):
-    gcs.bucket("m2po-forbidden", forbidden=True)
+def test_what_the_user_can_mend_is_said_at_once(gcs):
     for url, said in (
-        ("gs://m2po-missing/run", "gs://m2po-missing is not there"),
-        ("gs://m2po-forbidden/run", "no permission for gs://m2po-forbidden/run"),
+        ("gs://m2po-missing/run", "gs://m2po-missing/run: there is no such bucket"),
+        ("gs://forbidden-bucket/run", "gs://forbidden-bucket/run: no permission"),
     ):
-        store = Store.open(url)
-        calls = (lambda s: s.get("a"), lambda s: s.create("a", b""), lambda s: s.list(), lambda s: s.children(""))
         began = time.monotonic()
-        for call in calls:
-            with pytest.raises(UserError, match=said):
-                call(store)
+        with pytest.raises(UserError, match=said):
+            Store.open(url)
         assert time.monotonic() - began < 2
 
 
 def test_missing_credentials_are_said(bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))
-    with pytest.raises(UserError, match="no usable Google credentials for gs://m2po-tests/run"):
-        Store.open("gs://m2po-tests/run").get("a")
+    with pytest.raises(UserError, match="gs://m2po-tests/run.*credentials"):
+        Store.open("gs://m2po-tests/run")
 
 
 CREATE = """
@@ -155,9 +200,9 @@ print("".join("01"[create(turn)] for turn in range(200)))
 """
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2])
+@pytest.mark.parametrize("share", [0.0, pytest.param(0.2, marks=pytest.mark.slow)])
 def test_of_two_processes_that_create_one_unit_exactly_one_wins(gcs, bucket, start, share):
-    gcs.faults(**{"429": share / 3, "503": share / 3, "drop": share / 3})
+    gcs.faults(share=share, kinds=["429", "503", "drop"])
     writers = {name: start(CREATE, bucket.url, name) for name in ("one", "two")}
     for writer in writers.values():
         assert writer.stdout.readline() == "ready\n"
@@ -166,7 +211,7 @@ def test_of_two_processes_that_create_one_unit_exactly_one_wins(gcs, bucket, sta
         writer.stdin.write(f"{began}\n")
         writer.stdin.flush()
     wins = {name: writer.communicate(timeout=120)[0].strip() for name, writer in writers.items()}
-    gcs.faults()
+    gcs.faults(share=0.0)
     for turn in range(200):
         won = [name for name in wins if wins[name][turn] == "1"]
         assert [bucket.get(f"race/{turn}").decode()] == won
@@ -202,5 +247,5 @@ def test_a_command_says_a_wrong_bucket_in_one_line(gcs, user_env):
     done = subprocess.run(command, env={**user_env, **gcs.environment}, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "m2po: gs://m2po-missing is not there: check the name, or make the bucket, e.g. gcloud storage buckets create"
+        "m2po: gs://m2po-missing/run: there is no such bucket: make it, or name another one"
     ]
