@@ -57,6 +57,7 @@ EXTRAS = {
     ],
     "notebooks": ["ipykernel>=6.29", "jupyterlab>=4.3", "nbconvert>=7.16"],
     "dev": [
+        "gcsfs>=2025.3",
         "gguf>=0.17",
         "google-crc32c>=1.6",
         "hypothesis>=6.130",

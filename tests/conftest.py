@@ -15,6 +15,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.gcs import Serving, serving  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -67,6 +69,23 @@ def standard_promotion() -> Iterator[None]:
     """JAX's standard dtype promotion, for modules that run Optax: its Adam raises a float to an integer count."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture(scope="session")
+def gcs_process() -> Iterator[Serving]:
+    """An object store like Google's, in memory, in a process of its own."""
+    with serving("forbidden-bucket") as server:
+        yield server
+
+
+@pytest.fixture
+def gcs(gcs_process: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
+    """That store without faults, and gs:// means it in this process and in those that it starts."""
+    for name, value in gcs_process.environment.items():
+        monkeypatch.setenv(name, value)
+    gcs_process.faults(share=0.0, away_s=0, seed=0, reset=True)
+    yield gcs_process
+    gcs_process.faults(share=0.0, away_s=0)
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,8 @@ class Checkpoints:
 
     def save(self, state: TrainState, cursor: Cursor) -> None:
         """Start writing; returns once the state may be donated. A checkpoint that is there already is kept."""
+        if self._staged:
+            self._staged.wait()  # the directory may lose the one before, now
         if cursor.version in self._versions():
             return
         # On CPU the view that Orbax takes on the host would be the donated buffer itself.
@@ -157,7 +159,10 @@ class Checkpoints:
         with self._no_room_said():
             self._manager.close()
             if self._staged:
-                self._staged.close()
+                try:
+                    self._staged.wait()
+                finally:
+                    self._staged.close()
 
     def _versions(self) -> list[int]:
         """Those whose checkpoint is whole."""

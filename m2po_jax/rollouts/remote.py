@@ -1,5 +1,6 @@
 """Object stores behind a network: opened once with a look at what is wrong, asked again where they do not answer."""
 
+import contextlib
 import logging
 import os
 import random
@@ -28,6 +29,8 @@ _SAY_AFTER_S = 10.0
 _LONGEST_PAUSE_S = 5.0
 _REFUSALS = (AlreadyExistsError, FileNotFoundError, NotSupportedError, PreconditionError)
 _LOG = logging.getLogger(__name__)
+_CREDENTIALS = "run gcloud auth application-default login, or give this machine a service account"
+_KEY_FILE = re.compile(r"credential|service account|private key", re.IGNORECASE)
 _STATUS = re.compile(r"status code: (\d{3})")
 
 T = TypeVar("T")
@@ -39,15 +42,23 @@ def open_remote(url: str) -> Any:
     Raises UserError, within seconds, where there is no such bucket, no permission, or no credentials.
     """
     try:
-        quick, patient = _client(url, max_retries=2, patience_s=15.0), _client(url, max_retries=10, patience_s=60.0)
-    except (BaseError, ValueError) as error:
+        probe, client = _client(url, max_retries=2, patience_s=15.0), _client(url, max_retries=10, patience_s=60.0)
+    except (BaseError, ValueError, OSError) as error:
+        if _KEY_FILE.search(str(error)):
+            raise UserError(f"{url}: {_line(error)}: {_CREDENTIALS}") from error
         raise UserError(f"{url} is no store ({_line(error)}): use a directory or gs://bucket/prefix") from error
+    with contextlib.suppress(BaseError):  # one that is away is asked again by whoever needs it
+        _require_access(probe, url)
+    return client
+
+
+def _require_access(probe: Any, url: str) -> None:
     try:
-        list(obstore.list(quick, "config.json", chunk_size=1))
+        list(obstore.list(probe, "config.json", chunk_size=1))
     except BaseError as error:
         if (reason := _refusal(error, url)) is not None:
             raise UserError(reason) from error
-    return patient
+        raise
 
 
 def patiently(operation: Callable[[], T], what: str) -> T:
@@ -81,7 +92,8 @@ def patiently(operation: Callable[[], T], what: str) -> T:
 
 def _client(url: str, max_retries: int, patience_s: float) -> Any:
     # Emulators are reached without TLS, at an address from the variable that Google's own libraries read.
-    options: Any = {"timeout": "60s", "connect_timeout": "10s"}
+    # An answer may take long, as objects may be large; silence in it may not.
+    options: Any = {"timeout": "600s", "read_timeout": "20s", "connect_timeout": "5s"}
     if "STORAGE_EMULATOR_HOST" in os.environ:
         options["allow_http"] = True
     retries: Any = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=patience_s)}
@@ -92,10 +104,7 @@ def _refusal(error: BaseException, what: str) -> str | None:
     """What the user is to mend, where trying again is in vain; None where it may help."""
     text = str(error)
     if "token request" in text or isinstance(error, UnauthenticatedError):
-        return (
-            f"{what}: no credentials for Google Cloud: run gcloud auth application-default login, or give this machine"
-            " a service account"
-        )
+        return f"{what}: no credentials for Google Cloud: {_CREDENTIALS}"
     status = int(found[1]) if (found := _STATUS.search(text)) else None
     if isinstance(error, PermissionDeniedError) or status == 403:
         return f"{what}: no permission: give this account the role Storage Object Admin on the bucket"

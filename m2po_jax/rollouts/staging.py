@@ -4,6 +4,7 @@ Object stores know no directories and no renames. So a directory is written loca
 all a small object that names them: what has none is not there, and what has one can be read whole.
 """
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from m2po_jax.rollouts.store import Store, bytes_digest
+from m2po_jax.rollouts.store import Store
 
 COMMITTED = "COMMITTED"
 """Name of that object in its directory."""
@@ -31,10 +32,9 @@ def upload(store: Store, directory: Path, prefix: str, facts: dict[str, Any]) ->
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
 
     def put(path: Path) -> list[Any]:
-        name, data = path.relative_to(directory).as_posix(), path.read_bytes()
-        if data:  # to a remote store an empty object is a free name
-            store.replace(f"{prefix}/{name}", data)
-        return [name, len(data), bytes_digest(data)]
+        name = path.relative_to(directory).as_posix()
+        store.upload(f"{prefix}/{name}", path)
+        return [name, path.stat().st_size, _file_digest(path)]
 
     with ThreadPoolExecutor(_THREADS) as threads:
         files = list(threads.map(put, paths))
@@ -72,16 +72,18 @@ def download(store: Store, prefix: str, directory: Path) -> dict[str, Any]:
 
     def get(file: list[Any]) -> None:
         name, size, digest = file
-        data = store.get(f"{prefix}/{name}") if size else b""
-        if bytes_digest(data) != digest:
+        store.download(f"{prefix}/{name}", size, directory / name)
+        if _file_digest(directory / name) != digest:
             raise OSError(f"{store.location(f'{prefix}/{name}')} is not what was uploaded")
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(get, facts["files"]))
     return facts
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def delete(store: Store, prefix: str) -> None:

@@ -7,6 +7,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ from m2po_jax.rollouts.remote import open_remote, patiently
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _NO_ROOM_TEXT = re.compile(rf"os[ _]error(?:_code)?\W+(?:{'|'.join(map(str, _NO_ROOM))})\b")  # obstore's, TensorStore's
 _Paths = list[str]  # named, as `list` is a method of Store
+_DELETED_AT_A_TIME = 8
+_PART_BYTES = 1 << 26
 _DELETING = ".deleting-"
 
 T = TypeVar("T")
@@ -85,10 +89,38 @@ class Store:
         """Write an object over whatever is there, atomically; raises UserError when the disk is full."""
         self._put(path, data, "overwrite")
 
+    def upload(self, path: str, file: Path) -> None:
+        """Write a local file over whatever is at `path`; a large one in parts, so that it need not be in memory."""
+        if file.stat().st_size <= _PART_BYTES:
+            return self.replace(path, file.read_bytes())
+        parts: Any = {"use_multipart": True, "chunk_size": _PART_BYTES // 4, "max_concurrency": 4}
+        self._asked(lambda: obstore.put(self._objects, path, file, **parts))
+
+    def download(self, path: str, size: int, file: Path) -> None:
+        """Copy an object of `size` bytes to a local file, part by part; raises FileNotFoundError."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb") as target:
+            for start in range(0, size, _PART_BYTES):
+                part = {"start": start, "end": min(start + _PART_BYTES, size)}
+                target.write(self._asked(partial(obstore.get_range, self._objects, path, **part)))
+
     def list(self, prefix: str = "") -> _Paths:
         """Sorted paths of the objects under a directory; unfinished writes are not objects."""
-        pages = self._asked(lambda: list(obstore.list(self._objects, prefix or None)))
-        return sorted(meta["path"] for page in pages for meta in page if not self._is_vacated(meta))
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Path -> bytes of the objects under a directory."""
+        found: dict[str, int] = {}
+        seen: _Paths = []
+
+        def read_on() -> None:  # a listing that broke off goes on behind the last page that came
+            for page in obstore.list(self._objects, prefix or None, offset=seen[-1] if seen else None):
+                found.update({meta["path"]: meta["size"] for meta in page if not self._is_vacated(meta)})
+                if page and self.local_path is None:
+                    seen.append(page[-1]["path"])
+
+        self._asked(read_on)
+        return found
 
     def children(self, prefix: str) -> _Paths:
         """Sorted names of the directories directly under a directory."""
@@ -105,8 +137,8 @@ class Store:
     def delete_prefix(self, prefix: str) -> None:
         """Delete a directory and all in it; on a local disk it vanishes at once, before its parts do."""
         if self.local_path is None:
-            for path in self.list(prefix):
-                self.delete(path)
+            with ThreadPoolExecutor(_DELETED_AT_A_TIME) as threads:
+                list(threads.map(self.delete, self.list(prefix)))
             return
         doomed = self.local_path / f"{prefix}{_DELETING}{secrets.token_hex(4)}"
         try:

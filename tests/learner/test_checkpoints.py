@@ -8,7 +8,7 @@ import pytest
 from m2po_jax.config import UserError
 from m2po_jax.learner.checkpoints import Checkpoints, Cursor
 from m2po_jax.learner.state import TrainState, init_state
-from m2po_jax.rollouts import Store
+from m2po_jax.rollouts import Store, staging
 
 ADAM = optax.adam(1e-3)
 
@@ -113,3 +113,46 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_line(checkpoints):
     with pytest.raises(UserError, match=r"checkpoint 4 in .* cannot be restored \(.*shape.*\)") as refused:
         checkpoints.restore(4, state_at(0, width=5))
     assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.fixture
+def bucket(gcs, request) -> Store:
+    return Store.open(f"gs://{gcs.bucket}/{request.node.name}")
+
+
+@pytest.mark.slow
+def test_checkpoints_in_a_bucket_that_fails(gcs, bucket):
+    """Saved, kept and restored as on a disk, by a process that has none of them on its own."""
+    gcs.faults(share=0.2, kinds=["429", "503", "drop", "truncate"], seed=1)
+    saved = Checkpoints(bucket, keep=1, keep_every=8)
+    for version in (4, 8, 12, 16, 20):
+        saved.save(state_at(version), cursor_at(version))
+    saved.save(state_at(99), cursor_at(20))
+    saved.close()
+    resumed = Checkpoints(bucket, keep=1, keep_every=8)
+    assert resumed.latest() == 20
+    assert bucket.children("checkpoints") == ["00000008", "00000016", "00000020"]
+    for version in (8, 20):
+        found, cursor = resumed.restore(version, state_at(0))
+        equal(found, state_at(version))
+        assert cursor == cursor_at(version)
+    resumed.save(state_at(24), cursor_at(24))
+    resumed.wait()
+    assert resumed.latest() == 24
+    resumed.close()
+
+
+def test_an_unfinished_one_in_a_bucket_does_not_count(bucket):
+    first = Checkpoints(bucket, keep=2)
+    first.save(state_at(4), cursor_at(4))
+    first.wait()
+    for path in bucket.list("checkpoints/00000004"):
+        if not path.endswith(staging.COMMITTED):
+            bucket.replace(path.replace("00000004", "00000008"), b"half")
+    assert first.latest() == 4
+    with pytest.raises(UserError, match=r"checkpoint 8 in gs://.*/checkpoints cannot be restored"):
+        first.restore(8, state_at(0))
+    first.save(state_at(8), cursor_at(8))
+    first.wait()
+    equal(first.restore(8, state_at(0))[0], state_at(8))
+    first.close()
