@@ -255,6 +255,13 @@ def test_offline_reads_what_there_is_and_names_what_is_not(base, tmp_path, refer
     assert store.list("rollouts") == [] and {record.run for record in records} == {str(reference)}
 
 
+def test_there_is_nothing_to_generate_for_a_run_that_reads_others(base, tmp_path, reference):
+    frozen = StalenessConfig(policy="frozen", run=str(reference))
+    tiny.train(replace(tiny.TINY, staleness=frozen), tmp_path / "run", base, tiny.Watcher(stop_at=0))
+    with pytest.raises(UserError, match="there is nothing to generate"):
+        services.generate(str(tmp_path / "run"), tiny.Watcher())
+
+
 def test_a_learner_that_waits_can_be_stopped(base, tmp_path):
     class Stopping(tiny.Watcher):
         def stopping(self) -> bool:
