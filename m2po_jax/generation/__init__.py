@@ -1,6 +1,6 @@
 """The generation service: sample, grade, write. It shares nothing with the learner but the store."""
 
-from m2po_jax.generation.sampler import Responses, Sampler
+from m2po_jax.generation.sampler import Responses, Sampler, Work
 from m2po_jax.generation.service import Generator
 
-__all__ = ["Generator", "Responses", "Sampler"]
+__all__ = ["Generator", "Responses", "Sampler", "Work"]
