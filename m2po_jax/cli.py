@@ -12,6 +12,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg
 
 from m2po_jax import __version__
+from m2po_jax.cli_store import copy, fork, prune, verify
 from m2po_jax.cli_training import OBJECTIVE_FLAG, STOPPED, code_of, flag_of, generate, learn, train
 from m2po_jax.config import Config, UserError
 
@@ -202,6 +203,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "sweep": sweep,
     "report": report,
     "inspect": inspect,
+    "verify": verify,
+    "prune": prune,
+    "copy": copy,
+    "fork": fork,
     "export": export,
     "plan": plan,
 }

@@ -14,7 +14,8 @@ LEVELS = (
     {"config", "config_json", "config_staleness", "errors"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
-    {"cli", "cli_training", "lockstep", "opening", "services", "sweep", "exporting", "catalog", "progress", "__main__"},
+    {"cli", "cli_store", "cli_training", "lockstep", "opening", "services", "sweep"}
+    | {"exporting", "catalog", "progress", "__main__"},
 )
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 BANNED_PAIRS = {

@@ -17,7 +17,7 @@ from m2po_jax.analysis.frames import RunData, load
 from m2po_jax.config import Config, UserError
 from m2po_jax.rollouts import paths, weights
 from m2po_jax.rollouts.batches import BatchRecord, read_batch_record
-from m2po_jax.rollouts.run import open_run
+from m2po_jax.rollouts.run import RunInfo, open_run
 from m2po_jax.rollouts.schema import UnitId
 from m2po_jax.rollouts.shards import BadShard, Shard, decode
 from m2po_jax.rollouts.store import Store
@@ -100,7 +100,7 @@ def inspect(path: str | Path, progress: Progress | None = None) -> InspectReport
     store, info = open_run(str(path))
     names = store.list(paths.ROLLOUTS)
     records = list(_records(store))
-    shards = _judged(list(_verified(store, names, info.run_id, progress)), store, records)
+    shards = verified(store, info, names, records, progress)
     present = {shard.path for shard in shards}
     return InspectReport(
         path=str(path),
@@ -117,6 +117,13 @@ def inspect(path: str | Path, progress: Progress | None = None) -> InspectReport
         set_aside=tuple(name for name in names if ".parquet.bad-" in name),
         faults=tuple((shard.path, shard.fault) for shard in shards if shard.fault is not None),
     )
+
+
+def verified(
+    store: Store, info: RunInfo, names: list[str], records: list[BatchRecord], progress: Progress | None = None
+) -> list[ShardSummary]:
+    """Every shard among the paths `names`, read and judged as `inspect` says; UserError for one of a newer schema."""
+    return _judged(list(_verified(store, names, info, progress)), store, records)
 
 
 def render(report: InspectReport, show_all: bool = False) -> Group:
@@ -140,19 +147,17 @@ def verdict(report: InspectReport) -> Text:
     return Text(f"{len(report.faults):,} of {units:,} shards failed verification.", style="bold red")
 
 
-def _verified(store: Store, names: list[str], run_id: str, progress: Progress | None) -> Iterator[ShardSummary]:
+def _verified(store: Store, names: list[str], info: RunInfo, progress: Progress | None) -> Iterator[ShardSummary]:
     units = [(name, unit) for name in names if (unit := paths.parse_shard_path(name)) is not None]
     with ThreadPoolExecutor(READERS) as readers:
-        for done, shard in enumerate(
-            readers.map(lambda item: _verify(store, item[0], item[1], run_id), units), start=1
-        ):
+        for done, shard in enumerate(readers.map(lambda item: _verify(store, item[0], item[1], info), units), start=1):
             if progress is not None:
                 progress(done, len(units))
             if shard is not None:
                 yield shard
 
 
-def _verify(store: Store, path: str, unit: UnitId, run_id: str) -> ShardSummary | None:
+def _verify(store: Store, path: str, unit: UnitId, info: RunInfo) -> ShardSummary | None:
     """The shard's summary; None when it was moved or pruned after the listing."""
     try:
         content = store.get(path)
@@ -162,8 +167,9 @@ def _verify(store: Store, path: str, unit: UnitId, run_id: str) -> ShardSummary 
         shard = decode(content, path, None, unit)
     except BadShard as error:
         return ShardSummary(path, unit, size_bytes=len(content), fault=error.reason)
-    stranger = f"belongs to run {shard.provenance.run_id}, this is run {run_id}"
-    return _summary(path, shard, len(content), None if shard.provenance.run_id == run_id else stranger)
+    stranger = f"belongs to run {shard.provenance.run_id}, this is run {info.run_id}"
+    known = shard.provenance.run_id in (info.run_id, *info.parents)
+    return _summary(path, shard, len(content), None if known else stranger)
 
 
 def _summary(path: str, shard: Shard, size_bytes: int, fault: str | None) -> ShardSummary:

@@ -51,6 +51,7 @@ class Feed:
         expected: Callable[[int], Provenance | None],
         note: Callable[[str], None],
         others: Mapping[str, tuple[Store, Provenance]] | None = None,
+        parents: Sequence[str] = (),
     ):
         """For one learner.
 
@@ -64,8 +65,10 @@ class Feed:
             expected: version -> what its shards must state, or None if nobody knows any more.
             note: told of each bad shard in a line.
             others: other run that the schedule reads -> its store, and what its shards must state, weights apart.
+            parents: runs that this one was forked from, whose shards in the store are good too.
         """
         self._store, self._config, self._hosts, self._note = store, config, hosts, note
+        self._parents = parents
         self._schedule, self._supply, self._expected, self._others = schedule, supply, expected, others or {}
         self._unit_rows = config.rollouts.prompts_per_unit * config.rollouts.group_size
         self._needed = np.unique(rows // self._unit_rows)
@@ -169,7 +172,7 @@ class Feed:
         expected = {version: self._expected(version) for version in {unit.version for unit in wanted}}
         for unit in wanted:
             try:
-                found[unit] = read_shard(self._store, unit, expected[unit.version])
+                found[unit] = read_shard(self._store, unit, expected[unit.version], self._parents)
             except BadShard as bad:
                 self._note(f"bad shard {bad}; making its unit again")
                 found[unit] = bad

@@ -120,6 +120,7 @@ class Learner:
         """
         config = info.config
         self.store, self.config, self.watcher, self.hosts, self.run_id = store, config, watcher, hosts, info.run_id
+        self.parents = info.parents
         self.task, self.model, self.mesh, self.profile = task, model, mesh, profile
         self.schedule, self.others, self.evaluator = schedule, others, evaluator
         self.spec = update_spec(config, model)
@@ -168,6 +169,7 @@ class Learner:
             self._expected,
             self.watcher.note,
             self.others,
+            self.parents,
         )
         log = MetricsLog(self.store, version, self._tensorboard(), self.watcher.note, self.hosts.first, self.speed)
         if self.spec.objective.config.kl_coefficient:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,10 +17,12 @@ _MAY_MOVE = ("model.source", "task.questions")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Who a run is: a random id that its shards carry, and its resolved configuration."""
+    """Who a run is: a random id that its shards carry, its resolved configuration, and where it came from."""
 
     run_id: str
     config: Config
+    parents: tuple[str, ...] = ()
+    """Runs that this one was forked from, whose shards among its own are good."""
 
 
 def create_or_resume(store: Store, config: Config) -> RunInfo:
@@ -71,4 +74,5 @@ def open_run(location: str | os.PathLike) -> tuple[Store, RunInfo]:
 def _read(store: Store) -> RunInfo:
     text = store.get(CONFIG).decode()
     source = store.location(CONFIG)
-    return RunInfo(run_id_of(text, source), from_json(text, source))
+    parents = tuple(map(str, json.loads(text).get("parents", ())))
+    return RunInfo(run_id_of(text, source), from_json(text, source), parents)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -65,14 +66,21 @@ def encode(rollouts: Rollouts, unit: UnitId, provenance: Provenance, producer: s
     return sink.getvalue()
 
 
-def decode(data: bytes, source: str, expected: Provenance | None = None, unit: UnitId | None = None) -> Shard:
+def decode(
+    data: bytes,
+    source: str,
+    expected: Provenance | None = None,
+    unit: UnitId | None = None,
+    parents: Collection[str] = (),
+) -> Shard:
     """Read and verify a shard.
 
-    `source` names it in messages; `expected` and `unit`, where given, must be what the shard was made for. Log-probs
-    in (0, 1e-4] are clipped to 0. Raises BadShard naming the fault, and UserError for a newer schema.
+    `source` names it in messages; `expected` and `unit`, where given, must be what the shard was made for, by the run
+    expected or one of `parents`. Log-probs in (0, 1e-4] are clipped to 0. Raises BadShard naming the fault, and
+    UserError for a newer schema.
     """
     try:
-        return _decode(data, source, expected, unit)
+        return _decode(data, source, expected, unit, parents)
     except (BadShard, UserError):
         raise
     except Exception as error:  # damaged bytes surface as errors of any type, in any later look at the table
@@ -93,8 +101,10 @@ def write_shard(store: Store, rollouts: Rollouts, unit: UnitId, provenance: Prov
         return False
 
 
-def read_shard(store: Store, unit: UnitId, expected: Provenance | None = None) -> Shard:
+def read_shard(store: Store, unit: UnitId, expected: Provenance | None = None, parents: Collection[str] = ()) -> Shard:
     """Read and verify a unit's shard; a bad one is moved aside, so that the unit can be made again.
+
+    A shard of one of the runs `parents` is as good as one of the run expected.
 
     Raises FileNotFoundError when there is none, BadShard naming the fault and where the file went, UserError for a
     newer schema.
@@ -102,7 +112,7 @@ def read_shard(store: Store, unit: UnitId, expected: Provenance | None = None) -
     path = shard_path(unit)
     data = store.get(path)
     try:
-        return decode(data, store.location(path), expected, unit)
+        return decode(data, store.location(path), expected, unit, parents)
     except BadShard as bad:
         aside = store.move_aside(path, bytes_digest(data))
         where = f"moved to {aside.rsplit('/', 1)[-1]}" if aside else "already moved aside"
@@ -137,13 +147,17 @@ def content_digest(table: pa.Table, provenance: Provenance) -> str:
     return state.hexdigest()
 
 
-def _decode(data: bytes, source: str, expected: Provenance | None, unit: UnitId | None) -> Shard:
+def _decode(
+    data: bytes, source: str, expected: Provenance | None, unit: UnitId | None, parents: Collection[str]
+) -> Shard:
     table = pq.read_table(pa.BufferReader(data), page_checksum_verification=True, use_threads=False)
     metadata = _metadata(table, source)
     _require_no_fault(table_fault(table), source)
     found = UnitId(*(table.column(name)[0].as_py() for name in ("policy_version", "batch_index", "unit")))
     provenance = Provenance(*(metadata[key] for key in _CORE))
     _require_content(table, metadata, provenance, source)
+    if expected is not None and provenance.run_id in parents:
+        expected = replace(expected, run_id=provenance.run_id)
     _require_expected(found, unit, provenance, expected, source)
     rollouts = to_rollouts(table)
     _require_no_fault(rollouts_fault(rollouts), source)

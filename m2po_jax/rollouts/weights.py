@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,6 +154,29 @@ def latest(store: Store) -> tuple[int, str] | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{store.location(LATEST)} is unreadable ({error!r}): delete it and resume the run") from error
+
+
+def fault(store: Store, version: int) -> str | None:
+    """What is wrong with the weights of a version, whatever the model: read whole, and compared with their digest."""
+    try:
+        recorded = read_digest(store, version)
+        with _LOADING, _readable(store, version) as directory:
+            params = _loader(False).restore(directory, args=ocp.args.StandardRestore(_abstract(directory)))
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # Orbax and TensorStore raise many types for damaged files
+        return f"damaged ({repr(error)[:200]})"
+    return None if params_digest(params) == recorded else "their content does not match their digest"
+
+
+def commit_facts(store: Store) -> Callable[[str], dict[str, Any]]:
+    """Path of a directory of weights or checkpoints -> what it is committed with in an object store."""
+
+    def facts(path: str) -> dict[str, Any]:
+        kind, _, name = path.partition("/")
+        return {_DIGEST: read_digest(store, int(name))} if kind == WEIGHTS else {}
+
+    return facts
 
 
 def versions(store: Store) -> list[int]:
@@ -308,6 +331,12 @@ def _mismatch(location: str, abstract_params: Any) -> str | None:
         if saved.get(path) != wanted.get(path):
             return f"{path} is {saved.get(path, 'missing')}, this model has {wanted.get(path, 'none')}"
     return None
+
+
+def _abstract(location: str) -> Any:
+    """Numpy arrays with the saved shapes and dtypes."""
+    saved = _loader(False).metadata(location).item_metadata.tree
+    return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
 
 
 def _shapes(tree: Any) -> dict[str, str]:
