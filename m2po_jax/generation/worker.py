@@ -15,8 +15,10 @@ from m2po_jax.config import UserError
 from m2po_jax.generation.service import Begun, Generator, Made
 from m2po_jax.rollouts import Schedule, Shelf, Store, UnitId, read_position, weights, write_generator_lines
 
-WINDOW_UNITS = 8
-"""Workers begin at different ones of so many missing units, so that little is made twice."""
+WINDOW_UNITS = 32
+"""Workers are at different places among so many missing units, so that little is made twice."""
+OVERDUE_LOOKS = 3
+"""The unit that the learner waits for first is made by whoever has found it missing so many times in a row."""
 OTHERS_EVERY_S = 2.0
 """Where many versions will do, those that are not the best one are looked through no more often."""
 _WEIGHTS_ATTEMPTS = 5
@@ -72,6 +74,8 @@ class Worker:
         self._recent: deque[Made] = deque(maxlen=_RATE_OVER_UNITS)
         self._made = self._twice = 0
         self._gone: set[int] = set()
+        self._first: UnitId | None = None
+        self._looks = 0
 
     def run(self) -> bool:
         """Work until the learner has all it needs (True), or until asked to stop (False)."""
@@ -104,7 +108,7 @@ class Worker:
         """The unit to make now, None if all that can be made is there or begun."""
         if latest is None:
             return None
-        missing: list[tuple[int, UnitId]] = []
+        missing: list[UnitId] = []
         looked: set[int] = set()
         for version, sources in self._schedule.needs(position, latest):
             options = [tuple(UnitId(v, b, u) for v, b, _ in sources) for u in range(self._units_per_batch)]
@@ -115,13 +119,22 @@ class Worker:
                 self._shelf.look(others, OTHERS_EVERY_S)
                 looked.add(best)
             lacking = (units[0] for units in options if self._shelf.first(units) is None)
-            missing += [(version, unit) for unit in lacking if unit != begun]
+            missing += [unit for unit in lacking if unit != begun]
             if len(missing) >= WINDOW_UNITS:
                 break
-        self._shelf.drop_below(min((unit.version for _, unit in missing), default=0))
-        urgent = [unit for version, unit in missing if version == position]
-        candidates = urgent or [unit for _, unit in missing[:WINDOW_UNITS]]
-        return candidates[int(self._place * len(candidates))] if candidates else None
+        self._shelf.drop_below(min((unit.version for unit in missing), default=0))
+        return self._chosen(missing[:WINDOW_UNITS])
+
+    def _chosen(self, missing: list[UnitId]) -> UnitId | None:
+        """One of the units, which stand in the order in which they are consumed: that at this worker's place.
+
+        Whoever has the first place may have died, so the first unit does not wait for it.
+        """
+        if not missing:
+            return None
+        self._looks = self._looks + 1 if self._first == missing[0] else 1
+        self._first = missing[0]
+        return missing[0] if self._looks >= OVERDUE_LOOKS else missing[int(self._place * len(missing))]
 
     def _begin(self, unit: UnitId) -> Begun | None:
         """Start to sample a unit; None if its weights are not to be had, as when all their batches were consumed."""

@@ -9,7 +9,7 @@ import pytest
 from m2po_jax.config import StalenessConfig
 from m2po_jax.generation import Generator, Worker
 from m2po_jax.generation.service import mismatch
-from m2po_jax.generation.worker import Poll
+from m2po_jax.generation.worker import OVERDUE_LOOKS, Poll
 from m2po_jax.rollouts import (
     Schedule,
     Store,
@@ -102,7 +102,7 @@ def test_data_at_most_so_old_is_made_by_the_newest_policy_as_far_as_it_may_be(st
     assert made(store) == ahead | batch(4, 3) | batch(4, 4)
 
 
-def test_a_shard_that_the_learner_moved_aside_is_made_again_first(store):
+def test_a_shard_that_the_learner_moved_aside_is_made_again(store):
     weights.publish(store, 0, BASE)
     gone = UnitId(0, 1, 0)
 
@@ -116,7 +116,18 @@ def test_a_shard_that_the_learner_moved_aside_is_made_again_first(store):
     assert made(store) == batch(0, 0) | batch(0, 1) | batch(0, 2) | batch(2, 0)
     lines = read_generator_lines(store)
     again = [UnitId(line["version"], line["batch"], line["unit"]) for line in lines][6:]
-    assert again[0] == gone, "before the newer version, as the learner waits for it"
+    assert gone in again and set(again) == batch(2, 0) | {gone}
+
+
+def test_the_first_missing_unit_does_not_wait_for_the_worker_whose_place_it_is(store):
+    """The learner waits for it, and that worker may have died."""
+    weights.publish(store, 0, BASE)
+    config = replace(CONFIG, staleness=StalenessConfig(k=10))
+    alone = worker_of(store, Watcher(), config)
+    alone._place = 0.99
+    alone.run()
+    made_in_order = [(line["batch"], line["unit"]) for line in read_generator_lines(store)]
+    assert (0, 0) in made_in_order[:OVERDUE_LOOKS] and len(made_in_order) == 12
 
 
 def test_several_workers_begin_at_different_units_and_all_is_made_once(store):
