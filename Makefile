@@ -45,8 +45,8 @@ test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 
 test-plan: $(VENV_TPU)/.installed ## make .venv-tpu, plan small models with the compiler of TPUs (1.7 GB)
 	$(ONE_THREAD) JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu tests/planning
 
-test-extra: test-plan $(VENV)/.installed-dev ## test-plan, and the tests that need npm packages
-	$(PYTEST) -m extra
+test-extra: test-plan $(VENV)/.installed-dev ## test-plan, and the tests that need npm packages or minutes
+	$(PYTEST) $(PARALLEL) -m extra
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format; shellcheck
 	$(BIN)/ruff check .

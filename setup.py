@@ -47,7 +47,7 @@ BASE = [
 
 EXTRAS = {
     "tpu": ["jax[tpu]>=0.10"],
-    # Shards go through obstore, which speaks gs:// itself; Orbax reaches gs:// paths through fsspec, hence gcsfs.
+    # The store speaks gs:// through obstore; where several hosts write one array, Orbax does so itself, through gcsfs.
     "gcs": ["gcsfs>=2025.3"],
     "math": [
         "array-record>=0.8; sys_platform == 'linux'",
@@ -59,6 +59,7 @@ EXTRAS = {
     "dev": [
         "gcsfs>=2025.3",
         "gguf>=0.17",
+        "google-crc32c>=1.6",
         "hypothesis>=6.130",
         "mypy>=1.15",
         "psutil>=6.1",

@@ -11,7 +11,17 @@ from tyro.conf import Positional, arg
 
 from m2po_jax.cli_training import OBJECTIVE_FLAG, flag_of
 from m2po_jax.config import Config, UserError
-from m2po_jax.rollouts import BatchRecord, Store, bytes_digest, open_run, paths, read_batch_record, retention, staging
+from m2po_jax.rollouts import (
+    BatchRecord,
+    Schedule,
+    Store,
+    bytes_digest,
+    open_run,
+    paths,
+    read_batch_record,
+    retention,
+    staging,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ def prune(arguments: list[str]) -> int:
     kinds = tuple(kind for kind in retention.KINDS if getattr(options, kind)) or retention.KINDS
     run = retention.Run(
         config=info.config,
-        schedule=retention.own_schedule(info.config),
+        schedule=Schedule.of(info.config),
         sizes=store.sizes(),
         records=tuple(record for v in _versions(store, paths.BATCHES) if (record := read_batch_record(store, v))),
         weights=tuple(weights.versions(store)),
@@ -157,7 +167,7 @@ def fork(arguments: list[str]) -> int:
     default = ForkOptions(version=tyro.MISSING, run=tyro.MISSING, config=given)
     options = tyro.cli(ForkOptions, default=default, args=arguments[1:], prog="m2po fork RUN", description=fork.__doc__)
     target = Store.open(options.run, create=True)
-    forking.fork(source, info, options.version, target, options.config, retention.own_schedule(options.config))
+    forking.fork(source, info, options.version, target, options.config, Schedule.of(options.config))
     print(f"{options.run} starts at version {options.version}; go on with: m2po train {options.run}")
     return 0
 

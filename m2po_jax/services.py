@@ -75,6 +75,8 @@ def generate(
     if found is None:
         return False
     store, info = found
+    if all(part.run is not None for part in info.config.staleness.sources):
+        raise UserError(f"{store.url} reads only rollouts of other runs: there is nothing to generate for it")
     config = replace(
         info.config,
         mesh=mesh or MeshConfig(),

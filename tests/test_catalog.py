@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from m2po_jax import catalog, lockstep, objectives
+from m2po_jax import catalog, objectives
 from m2po_jax.config import Config, ConfigError, ObjectiveConfig, SamplingConfig, UserError, to_json
+from m2po_jax.learner.spec import objective_of
 from m2po_jax.rollouts import Store, create_or_resume
 from tests import tiny
 
@@ -112,8 +113,8 @@ def test_the_objective_says_how_advantages_are_normalised_unless_the_run_does():
 def test_the_length_constant_of_a_run_is_its_longest_response_unless_given():
     config = catalog.resolved(Config(objective=ObjectiveConfig("dr_grpo")))
     longer = replace(config, sampling=SamplingConfig(max_new_tokens=20))
-    assert lockstep.objective_of(longer).config.length_constant == 20.0
+    assert objective_of(longer).config.length_constant == 20.0
     given = replace(longer, objective=replace(config.objective, length_constant=7.0))
-    assert lockstep.objective_of(given).config.length_constant == 7.0
+    assert objective_of(given).config.length_constant == 7.0
     with pytest.raises(ConfigError, match="length_constant is a field of ObjectiveConfig"):
         ObjectiveConfig("dr_grpo", {"length_constant": 7.0})

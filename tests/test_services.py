@@ -116,6 +116,7 @@ def test_separate_programs_end_with_the_bits_of_lockstep(env, base, k, tmp_path)
     assert len({line["producer"] for line in lines}) == 2, "both had work to do"
 
 
+@pytest.mark.extra
 def test_programs_that_are_killed_at_every_step_end_with_the_bits_of_lockstep(env, base, reference, tmp_path):
     """REGRESSIONS 20 and 21."""
     run = tmp_path / "run"
@@ -151,6 +152,7 @@ def test_programs_that_are_killed_at_random_moments_end_with_the_bits_of_lockste
     same_end(run, reference)
 
 
+@pytest.mark.extra
 def test_through_a_bucket_that_fails_at_every_fifth_request_it_is_the_same(env, base, reference, tmp_path):
     """429, 503, time-outs, lost connections, truncated answers; processes that are killed; a clock an hour ahead."""
     with serving() as server:
@@ -251,6 +253,13 @@ def test_offline_reads_what_there_is_and_names_what_is_not(base, tmp_path, refer
         read_batch_record(Store.open(reference), version).units for version in range(0, TOTAL, U)
     ]
     assert store.list("rollouts") == [] and {record.run for record in records} == {str(reference)}
+
+
+def test_there_is_nothing_to_generate_for_a_run_that_reads_others(base, tmp_path, reference):
+    frozen = StalenessConfig(policy="frozen", run=str(reference))
+    tiny.train(replace(tiny.TINY, staleness=frozen), tmp_path / "run", base, tiny.Watcher(stop_at=0))
+    with pytest.raises(UserError, match="there is nothing to generate"):
+        services.generate(str(tmp_path / "run"), tiny.Watcher())
 
 
 def test_a_learner_that_waits_can_be_stopped(base, tmp_path):

@@ -8,7 +8,8 @@ Expect:    at least twice the tokens a second of torch, and slots that are busy 
 end that the model gives it; with --full all have 128 tokens. Torch has all of them in one batch, as `generate` does it:
 a row that has ended waits for the longest. Tokens are those of responses, end tokens included. Log-probs are part of
 our time, and torch makes none. Each program runs in a process of its own, in turn with the others, and times are the
-fastest of several calls: machines differ and are shared, read the ratios.
+fastest of several calls: machines differ and are shared, read the ratios. Where others compute too, torch, whose cores
+wait for each other at every product, suffers most; then `taskset -c 0` and the time of the core say more.
 
 Every number of slots is a program of its own, whose logits differ from another's in the last bits, so that now and
 then a draw falls on the other side of a boundary; from there on a response is another one. The second table counts that
@@ -18,6 +19,7 @@ against the first program; the random numbers are the same.
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +49,8 @@ class Timed(NamedTuple):
     """Of responses, in a call."""
     slot_steps: int
     """Tokens that its slots, or its rows, had time for."""
+    cpu_s: float
+    """Time of all cores in its last call, which others on the machine change less."""
     megabytes: float
     """Peak memory of its process."""
 
@@ -58,7 +62,7 @@ def main() -> None:
     if arguments.process:
         return serve((_torch if arguments.process == "torch" else _engine)(arguments))
     full = ", all of that length" if arguments.full else ""
-    print(f"{len(QUESTIONS)} prompts x {SAMPLES} samples, to {arguments.tokens} tokens{full}, {os.cpu_count()} cores\n")
+    print(f"{len(QUESTIONS)} prompts x {SAMPLES} samples, to {arguments.tokens} tokens{full}, {_cores()} cores\n")
     with tempfile.TemporaryDirectory() as folder:
         timed = _timed(arguments, Path(folder))
         print("\n".join(_table(timed)), end="\n\n")
@@ -79,22 +83,22 @@ def _timed(arguments: argparse.Namespace, folder: Path) -> dict[str, Timed]:
     found = {}
     for name, process in processes.items():
         process.child.communicate()
-        tokens, slot_steps = process.value  # type: ignore[misc]
-        found[name] = Timed(min(seconds[name]), tokens, slot_steps, process.peak_megabytes)
+        tokens, slot_steps, cpu_s = process.value  # type: ignore[misc]
+        found[name] = Timed(min(seconds[name]), tokens, slot_steps, cpu_s, process.peak_megabytes)
     return found
 
 
 def _table(timed: dict[str, Timed]) -> Iterator[str]:
-    yield "| program | s | tokens | tokens/s | slots busy | MB | against torch |"
-    yield "|:---|---:|---:|---:|---:|---:|---:|"
+    yield "| program | s | tokens | tokens/s | against torch | tokens/s of a core | against torch | slots busy | MB |"
+    yield "|:---|---:|---:|---:|---:|---:|---:|---:|---:|"
     torch = timed["torch"]
     for name, found in timed.items():
         text = "`transformers` on torch" if name == "torch" else f"engine, {name} slots"
         speed, busy = found.tokens / found.seconds, found.tokens / found.slot_steps
-        ratio = speed / (torch.tokens / torch.seconds)
+        ratio, of_core = speed / (torch.tokens / torch.seconds), found.tokens / found.cpu_s
         yield (
-            f"| {text} | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {busy:.0%} | {found.megabytes:,.0f} |"
-            f" {ratio:.2f}x |"
+            f"| {text} | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {ratio:.2f}x | {of_core:.0f} |"
+            f" {of_core / (torch.tokens / torch.cpu_s):.2f}x | {busy:.0%} | {found.megabytes:,.0f} |"
         )
 
 
@@ -144,13 +148,14 @@ def _engine(arguments: argparse.Namespace) -> Callable[[], Any]:
     options = {"samples_per_prompt": SAMPLES, "max_new_tokens": arguments.tokens, "slots": arguments.slots[0]}
     stop_ids = (-1,) if arguments.full else (_end(arguments.model),)
 
-    def call() -> list[int]:
+    def call() -> list[float]:
+        start = time.process_time()
         made = generate(
             params, tokens, valid, keys, np.float32(1.0), model=model, stop_ids=stop_ids, pad_id=0, **options
         )
         drawn, _, mask, _, slot_steps = jax.device_get(made)
         np.save(arguments.folder / f"{arguments.slots[0]}.npy", np.where(mask, drawn, -1))
-        return [int(mask.sum()), int(slot_steps)]
+        return [int(mask.sum()), int(slot_steps), time.process_time() - start]
 
     return call
 
@@ -161,7 +166,7 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
 
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(_cores())
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     end = _end(arguments.model)
     tokens, valid = (torch.tensor(x).long() for x in _padded(arguments.model, end))
@@ -169,15 +174,21 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
     options |= {"num_return_sequences": SAMPLES, "max_new_tokens": arguments.tokens, "pad_token_id": end}
     options |= {"min_new_tokens": arguments.tokens} if arguments.full else {}
 
-    def call() -> list[int]:
+    def call() -> list[float]:
+        start = time.process_time()
         torch.manual_seed(0)
         with torch.inference_mode():
             made = model.generate(input_ids=tokens, attention_mask=valid, **options)[:, tokens.shape[1] :]
         before_end = (torch.cumsum((made == end).long(), dim=1) == 0).sum(dim=1)
         lengths = torch.clamp(before_end + 1, max=made.shape[1])
-        return [int(lengths.sum()), made.numel()]
+        return [int(lengths.sum()), made.numel(), time.process_time() - start]
 
     return call
+
+
+def _cores() -> int:
+    """Those that this process may use: `taskset` may say fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _end(model: Path) -> int:

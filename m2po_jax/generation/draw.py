@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from m2po_jax.config import SamplingConfig
+from m2po_jax.models.sharding import laid_out
 
 BLOCK = 128
 """Ids of a block of the vocabulary: one uniform number finds the block, a second one the token in it."""
@@ -97,7 +98,8 @@ def _drawn(weights_BV: Array, uniform_B2: Array) -> Array:
     rows, size = weights_BV.shape
     width = min(size, BLOCK)
     blocks_BKv = jnp.pad(weights_BV, ((0, 0), (0, -size % width))).reshape(rows, -1, width)
-    block_B = _first_above(jnp.sum(blocks_BKv, axis=2), uniform_B2[:, 0])
+    sums_BK = laid_out(jnp.sum(blocks_BKv, axis=2), "BT")  # the blocks of all devices, gathered once
+    block_B = _first_above(sums_BK, uniform_B2[:, 0])
     block_Bv = jnp.take_along_axis(blocks_BKv, block_B[:, None, None], axis=1)[:, 0]
     return block_B * width + _first_above(block_Bv, uniform_B2[:, 1])
 

@@ -183,11 +183,11 @@ def _recorded(
     active_B = scheduling.active(queue, slots)
     row_B = jnp.where(active_B, slots.row_B + scheduling.first_rows(queue, len(active_B)), responses)
     keys_B = jax.vmap(jax.random.fold_in)(keys_R[jnp.minimum(row_B, responses - 1)], slots.step_B)
-    tokens_B, logprobs_B = draw(logits_BV, keys_B, temperature, truncation)
+    tokens_B, logprobs_B = everywhere(draw(logits_BV, keys_B, temperature, truncation))
     ended_B = _is_any(tokens_B, stop_ids) | (slots.step_B + 1 == ring)
     return state._replace(
         time=state.time + 1,
-        slots=scheduling.advanced(queue, slots, tokens_B, ended_B | ~active_B),
+        slots=everywhere(scheduling.advanced(queue, slots, tokens_B, ended_B | ~active_B)),
         tokens_RT=state.tokens_RT.at[row_B, slots.step_B].set(tokens_B, mode="drop"),
         logprobs_RT=state.logprobs_RT.at[row_B, slots.step_B].set(logprobs_B, mode="drop"),
         slot_steps=state.slot_steps + len(active_B),

@@ -20,7 +20,7 @@ from m2po_jax.models.decoding import AnyCache
 from m2po_jax.models.sharding import by_hand
 from m2po_jax.models.transformer import Cache
 
-FEWEST_SLOTS = 16
+FEWEST_SLOTS = 8
 """Fewer slots than this are not halved: weights are read with every step, however few the slots are."""
 SHORT_TOKENS = 32
 """Responses of at most this many tokens end so close to each other that halving the slots gains nothing."""

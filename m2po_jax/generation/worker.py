@@ -78,22 +78,21 @@ class Worker:
         begun: Begun | None = None
         waits = self._poll.waits()
         try:
-            while not self._watcher.stopping():
+            while True:
                 position, latest = self._look()
-                if position >= self._schedule.total_updates:
-                    return True
-                unit = self._next(position, latest, begun.unit if begun else None)
+                finished = position >= self._schedule.total_updates
+                ends = finished or self._watcher.stopping()
+                unit = None if ends else self._next(position, latest, begun.unit if begun else None)
                 following = self._begin(unit) if unit else None
                 if begun:  # the next one is being sampled meanwhile
                     self._finish(begun, position)
                     waits = self._poll.waits()
+                if ends:
+                    return finished
                 begun = following
                 if begun is None:
                     self._wait(next(waits), position, latest)
-            return False
         finally:
-            if begun:
-                self._finish(begun, self._look()[0])
             self._write_lines()
 
     def _look(self) -> tuple[int, int | None]:

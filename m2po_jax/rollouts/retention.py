@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from m2po_jax.config import Config
 from m2po_jax.rollouts.batches import BatchRecord
 from m2po_jax.rollouts.paths import DIAGNOSTICS, ROLLOUTS, WEIGHTS, parse_shard_path, parse_version
-from m2po_jax.rollouts.staleness import Schedule, inventory_key
+from m2po_jax.rollouts.staleness import Schedule
 
 KINDS = (ROLLOUTS, WEIGHTS, DIAGNOSTICS)
 
@@ -62,12 +62,6 @@ def removable(run: Run, kinds: Collection[str] = KINDS, keep_last: int | None = 
             if path.startswith(f"{DIAGNOSTICS}/") and version is not None and version < run.horizon:
                 found.append(Removal(DIAGNOSTICS, path, 1, size))
     return tuple(found)
-
-
-def own_schedule(config: Config) -> Schedule:
-    """The schedule of a run, as far as it reads the run's own data."""
-    foreign = (source for source in config.staleness.sources if source.run is not None)
-    return Schedule.of(config, {inventory_key(source): ((0, 0),) for source in foreign})
 
 
 def needed_batches(schedule: Schedule, horizon: int, config: Config) -> frozenset[tuple[int, int]]:

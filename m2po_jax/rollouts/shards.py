@@ -23,6 +23,9 @@ _PREFIX = "m2po_jax."
 _CORE = ("run_id", "weights_digest", "tokenizer_fingerprint")
 _KEYS = ("schema_version", *_CORE, "rows", "content_digest", "producer", "created_at")
 
+_REPEATED = [field.name for field in ARROW_SCHEMA if not pa.types.is_list(field.type) and field.name != "response_text"]
+"""Columns whose values repeat; a dictionary of log-probs or texts would make the file larger, and slower to write."""
+
 
 class BadShard(Exception):
     """A shard that must not be trained on; its unit is to be made again."""
@@ -59,7 +62,7 @@ def encode(rollouts: Rollouts, unit: UnitId, provenance: Provenance, producer: s
     }
     table = table.replace_schema_metadata({_PREFIX + key: str(value) for key, value in metadata.items()})
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True, use_dictionary=_REPEATED)
     return sink.getvalue()
 
 

@@ -47,15 +47,20 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Config, inventory: Inventory | None = None) -> "Schedule":
-        """The schedule of a run; `inventory` where its policy reads another run."""
+        """The schedule of a run.
+
+        `inventory` is for its learner, where the policy reads another run; generators need none, as they make nothing
+        for that.
+        """
         learner = config.learner
+        others = (source for source in config.staleness.sources if source.run is not None)
         return cls(
             sources=config.staleness.sources,
             updates_per_batch=learner.updates_per_batch,
             publish_every=learner.publish_interval,
             total_updates=learner.total_updates,
             seed=config.seed,
-            inventory=inventory or {},
+            inventory=inventory or {inventory_key(source): ((0, 0),) for source in others},
         )
 
     def reads(self, version: int) -> tuple[Source, ...]:

@@ -148,10 +148,10 @@ def test_many_prompts_go_through_few_slots(policy, rng):
 
 
 def test_slots_are_halved_as_the_last_responses_end(policy):
-    assert ladder(48, 40) == [48, 24] and ladder(64, 40) == [64, 32, 16] and ladder(64, 10) == [64] == ladder(64, 32)
-    halved, not_halved = (sample(policy, PROMPTS * 2, slots=slots, max_new_tokens=40) for slots in (48, 7))
+    assert ladder(24, 40) == [24, 12] and ladder(64, 40) == [64, 32, 16, 8] and ladder(64, 10) == [64] == ladder(64, 32)
+    halved, not_halved = (sample(policy, slots=slots, max_new_tokens=40) for slots in (24, 7))
     same_draws(halved, not_halved)
-    assert 48 * halved.mask.sum(axis=1).max() > halved.slot_steps
+    assert 24 * halved.mask.sum(axis=1).max() > halved.slot_steps
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from m2po_jax.config import StalenessConfig
-from m2po_jax.rollouts import BatchRecord, UnitId, retention, shard_path
+from m2po_jax.rollouts import BatchRecord, Schedule, UnitId, retention, shard_path
 from m2po_jax.rollouts.paths import diagnostics_path, weights_path
 from tests.tiny import TINY
 
@@ -25,7 +25,7 @@ def made_run(staleness: StalenessConfig, checkpoints: tuple[int, ...], records: 
     sizes |= {f"{weights_path(version)}/{name}": 7 for version in versions for name in ("a", "b")}
     sizes |= {diagnostics_path(version): 3 for version in versions}
     sizes["rollouts/00000000/000000-0000.parquet.bad-0123abcd"] = 1
-    schedule = retention.own_schedule(config)
+    schedule = Schedule.of(config)
     return retention.Run(config, schedule, sizes, records, tuple(versions), checkpoints)
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from m2po_jax.config import SourceConfig, StalenessConfig
+from m2po_jax.config import Config, SourceConfig, StalenessConfig
 from m2po_jax.rollouts import Schedule, UnitId, exactly, inventory_key, units
 from m2po_jax.rollouts.staleness import AHEAD_BATCHES
 
@@ -165,11 +165,14 @@ def test_another_run_is_read_round_and_round_within_its_part():
     source = SourceConfig(policy="frozen", run="other")
     mixed = StalenessConfig(policy="mixture", parts=(SourceConfig(k=8), source))
     batches = ((0, 0), (0, 1), (4, 0))
-    schedule = schedule_of(mixed, 4, 4, inventory={inventory_key(source): batches})
+    schedule = schedule_of(mixed, 4, 4, total_updates=1280, inventory={inventory_key(source): batches})
     theirs = [s for n in range(0, 400, 4) for s in schedule.reads(n) if s.run == "other"]
     assert len(theirs) > 30
     assert [(s.version, s.batch) for s in theirs[:6]] == [*batches, *batches]
-    assert not any(s.run for _, sources in schedule.needs(0, 0) for s in sources), "generators make nothing for it"
+    generators = Schedule.of(Config(staleness=mixed))
+    for position in range(0, 80, 4):
+        assert list(generators.needs(position, position)) == list(schedule.needs(position, position))
+        assert not any(s.run for _, sources in generators.needs(position, position) for s in sources)
 
 
 def test_draws_are_the_same_for_ever():
