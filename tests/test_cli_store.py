@@ -35,9 +35,7 @@ def m2po(*arguments: object) -> int:
 
 
 def damage(path: Path) -> None:
-    body = bytearray(path.read_bytes())
-    body[len(body) // 2] ^= 1
-    path.write_bytes(bytes(body))
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 def test_verify_names_each_bad_object(run, capsys):
