@@ -74,5 +74,5 @@ def open_run(location: str | os.PathLike) -> tuple[Store, RunInfo]:
 def _read(store: Store) -> RunInfo:
     text = store.get(CONFIG).decode()
     source = store.location(CONFIG)
-    parents = tuple(map(str, json.loads(text).get("parents", ())))
-    return RunInfo(run_id_of(text, source), from_json(text, source), parents)
+    info = RunInfo(run_id_of(text, source), from_json(text, source))
+    return replace(info, parents=tuple(map(str, json.loads(text).get("parents", ()))))
