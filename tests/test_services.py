@@ -90,7 +90,7 @@ def ended(process, timeout_s=240.0) -> int:
 def stop(*processes) -> None:
     for process in processes:
         process.kill()
-        process.communicate()
+        print(process.pid, process.returncode, *process.communicate())  # pytest shows it where a test fails
 
 
 @pytest.mark.parametrize("k", [0, 4])
