@@ -1,6 +1,7 @@
 """`m2po generate` and `m2po learn`: generators and a learner as programs of their own, with the store between them."""
 
 import contextlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +64,7 @@ def generate(
 
     Args:
         run: directory or URL; waited for, where a learner has yet to make it.
-        mesh: of this generator; None: all its devices, each with a copy of the policy.
+        mesh: of this generator; None: as many of its devices as a work unit has rows for, each with the whole policy.
         source: where the model's directory lies here, if it has moved; questions likewise.
         wait_s: how long to wait for the run.
 
@@ -86,7 +87,7 @@ def generate(
     config = catalog.with_sources(config)
     task = make_task(config.task, config.model.source)
     model = Transformer(config.model, task.tokenizer.vocab_size)
-    devices = make_mesh(config.mesh)
+    devices = make_mesh(_fitting(config, watcher))
     abstract = jax.eval_shape(model.init_params, jax.random.key(0))
     if devices.size > 1:
         sharding.shardings(model.sized, devices)
@@ -96,6 +97,19 @@ def generate(
     generator = Generator(store, info.run_id, config, task, model, published)
     with contextlib.nullcontext() if devices.size == 1 else jax.set_mesh(devices):
         return Worker(store, generator, Schedule.of(info.config), watcher, poll).run()
+
+
+def _fitting(config: Config, watcher: GeneratorWatcher) -> MeshConfig:
+    """The mesh, with as many copies of the policy as divide the prompts of a work unit where nobody says how many."""
+    mesh, prompts = config.mesh, config.rollouts.prompts_per_unit
+    if mesh.data is not None:
+        return mesh
+    room = max(jax.device_count() // (mesh.fsdp * mesh.tensor), 1)
+    copies = math.gcd(room, max(prompts // mesh.fsdp, 1))
+    if copies < room:
+        used = copies * mesh.fsdp * mesh.tensor
+        watcher.note(f"uses {used} of {jax.device_count()} devices, as a work unit has {prompts} prompts")
+    return replace(mesh, data=copies)
 
 
 def _awaited(run: str, watcher: GeneratorWatcher, wait_s: float, poll: Poll) -> tuple[Store, RunInfo] | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from m2po_jax import catalog, lockstep, services
-from m2po_jax.config import UserError
+from m2po_jax.config import MeshConfig, UserError
 from m2po_jax.progress import hush_closed_loops
 from tests import tiny
 
@@ -87,7 +87,7 @@ def work(role: str, run: str, base: str | None, watcher: "tiny.Watcher") -> None
     elif role == "learn":
         services.learn(config, run, watcher, base)
     else:
-        services.generate(run, watcher)
+        services.generate(run, watcher, MeshConfig(data=1))
 
 
 def main(role: str, run: str, base: str, point: str | None = None, nth: str = "1") -> None:

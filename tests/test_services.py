@@ -10,7 +10,7 @@ import pytest
 
 from m2po_jax import catalog, services
 from m2po_jax.analysis.inspect import inspect
-from m2po_jax.config import StalenessConfig, UserError, to_json
+from m2po_jax.config import MeshConfig, StalenessConfig, UserError, to_json
 from m2po_jax.rollouts import (
     Store,
     UnitId,
@@ -99,7 +99,7 @@ def test_separate_programs_end_with_the_bits_of_lockstep(env, base, k, tmp_path)
     config = replace(catalog.resolved(tiny.TINY), staleness=StalenessConfig(k=k))
     tiny.train(config, tmp_path / "lockstep", base)
     run = tmp_path / "apart"
-    generators = [tiny.start(env, "-m", "m2po_jax", "generate", run) for _ in range(2)]
+    generators = [tiny.start(env, "-m", "m2po_jax", "generate", run, "--mesh.data", 1) for _ in range(2)]
     try:
         watcher = tiny.Watcher()
         services.learn(config, str(run), watcher, str(base))
@@ -196,7 +196,7 @@ def test_other_policies_keep_their_bounds_when_the_learner_is_killed(env, base, 
     (tmp_path / "config.json").write_text(to_json(config, "run"))
     arguments = ["-m", "m2po_jax", "learn", tmp_path / "config.json", "--run", run, "--base", base]
     learner, moments = tiny.start(env, *arguments), random.Random(5)
-    generators = [tiny.start(env, "-m", "m2po_jax", "generate", run) for _ in range(2)]
+    generators = [tiny.start(env, "-m", "m2po_jax", "generate", run, "--mesh.data", 1) for _ in range(2)]
     for _ in range(2):
         begun = progress(run)
         while progress(run) < begun + 4 and learner.poll() is None:
@@ -259,7 +259,7 @@ def test_there_is_nothing_to_generate_for_a_run_that_reads_others(base, tmp_path
     frozen = StalenessConfig(policy="frozen", run=str(reference))
     tiny.train(replace(tiny.TINY, staleness=frozen), tmp_path / "run", base, tiny.Watcher(stop_at=0))
     with pytest.raises(UserError, match="there is nothing to generate"):
-        services.generate(str(tmp_path / "run"), tiny.Watcher())
+        services.generate(str(tmp_path / "run"), tiny.Watcher(), MeshConfig(data=1))
 
 
 def test_a_learner_that_waits_can_be_stopped(base, tmp_path):
