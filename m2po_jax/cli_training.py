@@ -16,6 +16,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from m2po_jax.config import Config, MeshConfig, UserError
+from m2po_jax.config_server import ServerConfig
 
 if TYPE_CHECKING:  # these import JAX, which most commands start sooner without
     from m2po_jax.learner.hosts import Hosts
@@ -69,6 +70,7 @@ class GenerateOptions:
     questions: str | None = None
     """File of the run's questions (task.questions) on this machine. Default: where the learner has it."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def train(arguments: list[str]) -> int:
@@ -220,7 +222,13 @@ def generate(arguments: list[str]) -> int:
         signals.told = lambda: view.note("stopping after the unit at hand; once more stops at once")
         try:
             finished = services.generate(
-                options.run, view, options.mesh, options.source, options.questions, options.wait
+                options.run,
+                view,
+                options.mesh,
+                options.source,
+                options.questions,
+                options.wait,
+                server=options.server,
             )
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(signals.asked) from stop

@@ -192,8 +192,10 @@ class GeneratorView:
         self._made = f"made {facts['units_made']:,} units{twice}"
         text = (
             f"version {facts['behavior_version']}  lag {facts['lag']}  reward {facts['reward_mean']:.2f}"
-            f"  {facts['tokens_per_s']:,.0f} tokens/s  slots {facts['slot_occupancy']:.0%} busy"
+            f"  {facts['tokens_per_s']:,.0f} tokens/s"
         )
+        if "slot_occupancy" in facts:
+            text += f"  slots {facts['slot_occupancy']:.0%} busy"
         if "mismatch_mean" in facts:
             text += f"  mismatch {facts['mismatch_mean']:.1e}"
         self._show(position, total, f"{text}  {self._made}")

@@ -3,14 +3,19 @@
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
 from m2po_jax import catalog
 from m2po_jax.config import Config, MeshConfig, UserError
-from m2po_jax.generation import Generator, Worker
+from m2po_jax.config_server import ServerConfig
+from m2po_jax.generation import Generator, Sampling, Worker
+from m2po_jax.generation.handover import Handover
+from m2po_jax.generation.remote import RemoteSampler
+from m2po_jax.generation.server import Server
 from m2po_jax.generation.worker import OTHERS_EVERY_S, GeneratorWatcher, Poll
 from m2po_jax.learner.feed import Supply
 from m2po_jax.learner.hosts import Hosts
@@ -21,7 +26,7 @@ from m2po_jax.models import Transformer, sharding
 from m2po_jax.models.mesh import make_mesh, require_rows
 from m2po_jax.opening import learner_of
 from m2po_jax.rollouts import RunInfo, Schedule, Shelf, Store, UnitId, open_run, shard_path
-from m2po_jax.tasks import make_task
+from m2po_jax.tasks import Task, make_task
 
 _SAY_AFTER_S = 30.0
 
@@ -59,6 +64,7 @@ def generate(
     questions: str | None = None,
     wait_s: float = 600.0,
     poll: Poll | None = None,
+    server: ServerConfig | None = None,
 ) -> bool:
     """Make the rollouts of a run until its learner has all it needs (True), or until asked to stop (False).
 
@@ -67,6 +73,7 @@ def generate(
         mesh: of this generator; None: as many of its devices as a work unit has rows for, each with the whole policy.
         source: where the model's directory lies here, if it has moved; questions likewise.
         wait_s: how long to wait for the run.
+        server: what draws the responses; None, or one without a URL: the decode engine, here.
 
     Raises:
         UserError: there is no run, or it cannot be generated for here.
@@ -94,9 +101,29 @@ def generate(
         require_rows(config.rollouts.prompts_per_unit, "prompts of a work unit", devices)
         abstract = sharding.abstract_params(model.sized, devices)
     published = sharding.published(abstract, model.config)
-    generator = Generator(store, info.run_id, config, task, model, published)
-    with contextlib.nullcontext() if devices.size == 1 else jax.set_mesh(devices):
+    with contextlib.ExitStack() as stack:
+        if devices.size > 1:
+            stack.enter_context(jax.set_mesh(devices))
+        sampler = stack.enter_context(_sampler(server, config, task, model, watcher))
+        generator = Generator(store, info.run_id, config, task, model, published, sampler)
         return Worker(store, generator, Schedule.of(info.config), watcher, poll).run()
+
+
+@contextlib.contextmanager
+def _sampler(
+    options: ServerConfig | None, config: Config, task: Task, model: Transformer, watcher: GeneratorWatcher
+) -> Iterator[Sampling | None]:
+    """What draws responses on a server; None without one."""
+    if options is None or options.url is None:
+        yield None
+        return
+    server = Server(options.url, watcher.note, options.wait)
+    directory = Path(options.directory or Path("served") / server.address)
+    handover = Handover(directory, model.config, config.model.source, server, options.reload)
+    restarts_s = options.wait if options.reload else None
+    sampler = RemoteSampler(task, model, config.sampling, server, handover, watcher.note, options.tolerance, restarts_s)
+    with contextlib.closing(sampler), handover.alone():
+        yield sampler
 
 
 def _fitting(config: Config, watcher: GeneratorWatcher) -> MeshConfig:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "m2po_jax"
 LEVELS = (
-    {"config", "config_json", "config_staleness", "errors"},
+    {"config", "config_json", "config_server", "config_staleness", "errors"},
     {"objectives", "models", "rollouts", "tasks"},
     {"learner", "generation", "evaluation", "planning", "analysis"},
     {"cli", "cli_store", "cli_training", "lockstep", "opening", "services", "sweep"}

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -63,6 +63,25 @@ class Work:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+class Sampling(Protocol):
+    """What a generator asks of whatever draws responses: the decode engine here, or a server."""
+
+    work: Work
+    model: Transformer
+
+    def prepare(self, version: int, digest: str, params: Any) -> None:
+        """Get ready to sample from a version's weights, whose digest is given; what was dispatched is not touched."""
+
+    def dispatch(self, params: Any, problems: Sequence[Problem], keys: Array, samples_per_prompt: int) -> Any:
+        """Start to sample and return what `collect` takes."""
+
+    def collect(self, begun: Any, problems: Sequence[Problem]) -> Responses:
+        """Wait for the responses, decode and grade them."""
+
+    def close(self) -> None:
+        """Leave what was begun."""
+
+
 class Sampler:
     """Draws responses from a policy; one compiled program for each (prompts, samples, width of prompts) shape."""
 
@@ -81,6 +100,12 @@ class Sampler:
             UserError: a prompt and the longest response to it are over the model's context.
         """
         return self.collect(self.dispatch(params, problems, keys, samples_per_prompt), problems)
+
+    def prepare(self, version: int, digest: str, params: Any) -> None:
+        """Nothing is to be done: parameters come with each call."""
+
+    def close(self) -> None:
+        """Nothing is to be done: what the devices compute ends by itself."""
 
     def dispatch(self, params: Any, problems: Sequence[Problem], keys: Array, samples_per_prompt: int) -> Generated:
         """Start `sample` and return at once, with what `collect` takes."""
@@ -115,14 +140,25 @@ class Sampler:
             before.tokens + int(mask.sum()), before.slot_steps + int(slot_steps), before.seconds + now - self._since
         )
         self._since = now
-        lengths = mask.sum(axis=1, dtype=np.int32)
-        samples_per_prompt = len(tokens) // len(problems)
-        rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
-        texts = [self.task.tokenizer.decode(row[:length]) for row, length in rows]
-        golds = [problem.gold_answer for problem in problems for _ in range(samples_per_prompt)]
-        scores = [self.task.grade(text, gold).score for text, gold in zip(texts, golds, strict=True)]
-        reasons = ["stop" if ended else "length" for ended in stopped.tolist()]
-        return Responses(tokens, logprobs, lengths, reasons, texts, np.array(scores, np.float32))
+        return graded(self.task, problems, tokens, logprobs, mask.sum(axis=1, dtype=np.int32), stopped.tolist())
+
+
+def graded(
+    task: Task,
+    problems: Sequence[Problem],
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    lengths: np.ndarray,
+    stopped: Sequence[bool],
+) -> Responses:
+    """Responses with their texts and scores; rows (B, T) are of the problems in order, as many of each."""
+    samples_per_prompt = len(tokens) // len(problems)
+    rows = zip(tokens.tolist(), lengths.tolist(), strict=True)
+    texts = [task.tokenizer.decode(row[:length]) for row, length in rows]
+    golds = [problem.gold_answer for problem in problems for _ in range(samples_per_prompt)]
+    scores = [task.grade(text, gold).score for text, gold in zip(texts, golds, strict=True)]
+    reasons = ["stop" if ended else "length" for ended in stopped]
+    return Responses(tokens, logprobs, lengths, reasons, texts, np.array(scores, np.float32))
 
 
 def prompt_width(longest: int, widest: int) -> int:

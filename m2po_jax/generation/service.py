@@ -5,18 +5,18 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from m2po_jax.config import Config
-from m2po_jax.generation.engine import Generated, Streams, sampling_keys
-from m2po_jax.generation.sampler import Responses, Sampler
-from m2po_jax.models import Transformer, response_logprobs
+from m2po_jax.generation.engine import Streams, sampling_keys
+from m2po_jax.generation.sampler import Responses, Sampler, Sampling
+from m2po_jax.generation.scoring import score
+from m2po_jax.models import Transformer
 from m2po_jax.rollouts import Provenance, Rollouts, Store, UnitId, shard_path, weights, write_shard
-from m2po_jax.tasks import Problem, Task, left_padded, right_padded
+from m2po_jax.tasks import Problem, Task, right_padded
 
 _GROUPS_PER_VERSION = 2**32
 
@@ -26,7 +26,8 @@ class Begun(NamedTuple):
 
     unit: UnitId
     problems: list[Problem]
-    generated: Generated
+    sampled: Any
+    """What the sampler has begun."""
     weights_digest: str
     params: Any
     """Of the version that samples it; kept to score it again."""
@@ -52,14 +53,23 @@ class Generator:
     """Makes the units of one run; any number of generators may make the same unit, and the first shard stays."""
 
     def __init__(
-        self, store: Store, run_id: str, config: Config, task: Task, model: Transformer, abstract_params: Any = None
+        self,
+        store: Store,
+        run_id: str,
+        config: Config,
+        task: Task,
+        model: Transformer,
+        abstract_params: Any = None,
+        sampler: Sampling | None = None,
     ):
         """`store` is the run's; `config`, `task` and `model` must be those of its `config.json`.
 
-        `abstract_params` says where the parameters lie; None: on the first device.
+        `abstract_params` says where the parameters lie; None: on the first device. `sampler` draws
+        responses; None: the decode engine.
         """
         self.store, self.run_id, self.config, self.task = store, run_id, config, task
-        self.sampler = Sampler(task, model, config.sampling)
+        self.model = model
+        self.sampler = sampler or Sampler(task, model, config.sampling)
         self.producer = f"{socket.gethostname()}:{os.getpid()}"
         self._stream = Streams.of(config.seed).rollouts
         self._abstract = abstract_params or jax.eval_shape(model.init_params, jax.random.key(0))
@@ -84,12 +94,13 @@ class Generator:
         """Start to sample a unit and return; raises UserError where its weights cannot be loaded."""
         since = time.perf_counter()
         params, digest = self._weights(unit.version)
-        problems, generated = self._start(unit, params)
-        return Begun(unit, problems, generated, digest, params, since)
+        self.sampler.prepare(unit.version, digest, params)
+        problems, sampled = self._start(unit, params)
+        return Begun(unit, problems, sampled, digest, params, since)
 
     def finish(self, begun: Begun) -> Made:
         """Wait for a unit's responses, grade them, write the shard."""
-        rollouts = self._rollouts(begun.unit, begun.problems, self.sampler.collect(begun.generated, begun.problems))
+        rollouts = self._rollouts(begun.unit, begun.problems, self.sampler.collect(begun.sampled, begun.problems))
         if self.config.rollouts.rescore:
             rollouts = replace(rollouts, rescored_logprobs=self._rescored(begun.params, rollouts))
         first = write_shard(self.store, rollouts, begun.unit, self.provenance(begun.weights_digest), self.producer)
@@ -110,7 +121,7 @@ class Generator:
             self._loaded = (version, *weights.load(self.store, version, self._abstract))
         return self._loaded[1], self._loaded[2]
 
-    def _start(self, unit: UnitId, params: Any) -> tuple[list[Problem], Generated]:
+    def _start(self, unit: UnitId, params: Any) -> tuple[list[Problem], Any]:
         config = self.config
         problems = self.task.draw(config.rollouts.prompts_per_unit, (config.seed, unit.version, unit.batch, unit.unit))
         groups, samples = self._rows(unit)
@@ -119,16 +130,10 @@ class Generator:
 
     def _rescored(self, params: Any, rollouts: Rollouts) -> np.ndarray:
         """Log-probs of the sampled tokens by the forward pass of training, float32 (R, T)."""
-        prompts, valid = left_padded(
-            [row[:length] for row, length in zip(rollouts.prompt_tokens, rollouts.prompt_lengths, strict=True)],
-            self.task.max_prompt_tokens,
-            self.task.tokenizer.pad_id,
-        )
-        mask = np.arange(rollouts.response_tokens.shape[1]) < rollouts.response_lengths[:, None]
-        scored, _ = _score(
-            self.sampler.model, params, prompts, valid, rollouts.response_tokens, mask, rollouts.temperature
-        )
-        return np.asarray(scored, np.float32)
+        prompts = [row[:n] for row, n in zip(rollouts.prompt_tokens, rollouts.prompt_lengths, strict=True)]
+        responses = [row[:n] for row, n in zip(rollouts.response_tokens, rollouts.response_lengths, strict=True)]
+        widths = (self.task.max_prompt_tokens, rollouts.response_tokens.shape[1])
+        return score(self.model, params, prompts, responses, widths, rollouts.temperature)
 
     def _rows(self, unit: UnitId) -> tuple[np.ndarray, np.ndarray]:
         """Draw number within the version and sample index of each row of a unit, int64 (R,)."""
@@ -176,6 +181,3 @@ def mismatch(rollouts: Rollouts) -> dict[str, float]:
         "mismatch_worst": float(np.abs(differences).max()),
         "mismatch_k3": float(np.mean(np.expm1(differences) - differences)),
     }
-
-
-_score = partial(jax.jit, static_argnames=("model",))(response_logprobs)

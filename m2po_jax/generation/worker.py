@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from m2po_jax.config import UserError
+from m2po_jax.generation.server import ServerError
 from m2po_jax.generation.service import Begun, Generator, Made
 from m2po_jax.rollouts import Schedule, Shelf, Store, UnitId, read_position, weights, write_generator_lines
 
@@ -141,6 +142,8 @@ class Worker:
         for attempt in range(_WEIGHTS_ATTEMPTS):
             try:
                 return self._generator.begin(unit)
+            except ServerError:
+                raise
             except UserError as error:
                 if unit.version not in weights.versions(self._store):
                     if unit.version not in self._gone:
@@ -159,12 +162,12 @@ class Worker:
         self._recent.append(made)
         self._made += 1
         self._twice += not made.first
-        seconds = sum(each.seconds for each in self._recent)
+        seconds, work = sum(each.seconds for each in self._recent), self._generator.sampler.work
         facts = {
             "behavior_version": begun.unit.version,
             "lag": position - begun.unit.version,
             "tokens_per_s": sum(each.tokens for each in self._recent) / max(seconds, 1e-9),
-            "slot_occupancy": self._generator.sampler.work.occupancy,
+            **({"slot_occupancy": work.occupancy} if work.slot_steps else {}),
             "reward_mean": made.reward_mean,
             "units_made": self._made,
             "units_twice": self._twice,

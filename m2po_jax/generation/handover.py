@@ -1,0 +1,91 @@
+"""Weights for a server: a Hugging Face directory a version, and how the server is told to load it."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from m2po_jax.config import ModelConfig
+from m2po_jax.generation.server import Server, ServerError, said
+from m2po_jax.models import huggingface
+
+CURRENT = "current"
+"""The link to the version that is to be served."""
+KEPT = 2
+"""Versions kept on the disk, that being served among them."""
+
+
+class Handover:
+    """The directory in which versions lie, for one server and one generator."""
+
+    def __init__(self, directory: Path, config: ModelConfig, source: str | None, server: Server, command: str | None):
+        """`source` has tokenizer and chat template, which are copied; `command` makes the server load `current`.
+
+        Without a command it is vLLM's own interface that does, which vLLM offers with VLLM_SERVER_DEV_MODE=1.
+        """
+        self.directory, self._config, self._source = directory.expanduser().absolute(), config, source
+        self._server, self._command = server, command
+
+    @property
+    def current(self) -> Path:
+        """What a server is to be started with."""
+        return self.directory / CURRENT
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the directory for one generator; ServerError where another has it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.directory / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ServerError(
+                    f"another generator hands weights over in {self.directory}: each needs a server of its own, and"
+                    " another --server.directory"
+                ) from error
+            yield
+
+    def write(self, version: int, digest: str, params: Any) -> Path:
+        """Write a version, whole or not at all, and point `current` to it; in the dtype of the forward pass."""
+        out = self.directory / f"{version:07d}-{digest[:12]}"
+        if not out.exists():
+            huggingface.export(params, self._config, self._source, out, self._config.compute_dtype)
+        link = self.directory / f".{CURRENT}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(out.name)
+        link.rename(self.current)
+        versions = sorted((each for each in self.directory.glob("[0-9]*-*") if each != out), key=_changed)
+        for old in versions[: max(len(versions) - KEPT + 1, 0)]:
+            shutil.rmtree(old, ignore_errors=True)
+        return out
+
+    def load(self, directory: Path) -> None:
+        """Have the server load a directory; it may need a while after this returns, where a command restarts it.
+
+        Raises:
+            ServerError: the command fails, or the server has no such interface.
+        """
+        if self._command is None:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+            self._server.post("/collective_rpc", body, _NO_INTERFACE)
+            # What it has of prompts was computed by the weights before.
+            self._server.post("/reset_prefix_cache", {}, _NO_INTERFACE)
+            return
+        told = os.environ | {"M2PO_MODEL": str(directory)}
+        done = subprocess.run(self._command, shell=True, env=told, capture_output=True, text=True)
+        if done.returncode:
+            raise ServerError(
+                f"--server.reload {self._command!r} failed with exit code {done.returncode}: "
+                f"{said(done.stderr or done.stdout)}"
+            )
+
+
+_NO_INTERFACE = "start vLLM with VLLM_SERVER_DEV_MODE=1, or give a command that restarts it: --server.reload"
+
+
+def _changed(directory: Path) -> float:
+    return directory.stat().st_mtime

@@ -1,0 +1,62 @@
+"""vLLM on the CPU as a process of its own, from the environment that `make test-extra` makes for it."""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.several_hosts import free_port
+
+VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "vllm"
+STARTS_S = 500.0
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+class Vllm:
+    """One server at a port of its own, which may be killed and started again."""
+
+    def __init__(self, log: Path):
+        if not VLLM.exists():
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{VLLM} is missing: make test-extra makes it")
+        self.port, self._log = free_port(), log
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen | None = None
+
+    def start(self, model: Path, *options: str) -> None:
+        """Start with a model's directory, in float32, and return at once."""
+        options = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", *options)
+        command = [str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), *options]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "PYTHON"))}
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                command, env=kept | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        until = time.monotonic() + STARTS_S
+        while time.monotonic() < until and self._process is not None and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        raise AssertionError(f"vLLM did not start; it said:\n{self._log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
