@@ -1,8 +1,13 @@
-"""vLLM on the CPU as a process of its own, from the environment that `make test-extra` makes for it."""
+"""vLLM on the CPU as a process of its own, from the environment that `make test-extra` makes for it.
 
+As a command, `python -m tests.vllm_server LOG PORT`, it restarts such a server with the model at $M2PO_MODEL.
+"""
+
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -12,7 +17,8 @@ import pytest
 
 from tests.several_hosts import free_port
 
-VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "vllm"
+ROOT = Path(__file__).parents[1]
+VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 STARTS_S = 500.0
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -26,14 +32,20 @@ ENVIRONMENT = {
 class Vllm:
     """One server at a port of its own, which may be killed and started again."""
 
-    def __init__(self, log: Path):
+    def __init__(self, log: Path, port: int | None = None):
+        """Its output goes to `log`, its process id into a file beside it."""
         if not VLLM.exists():
             (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{VLLM} is missing: make test-extra makes it")
-        self.port, self._log = free_port(), log
+        self.port, self._log, self._pid = port or free_port(), log, log.with_suffix(".pid")
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen | None = None
 
-    def start(self, model: Path, *options: str) -> None:
+    @property
+    def restart(self) -> str:
+        """A shell command that starts it anew with the model at $M2PO_MODEL."""
+        return f"cd {ROOT} && {sys.executable} -m tests.vllm_server {self._log} {self.port}"
+
+    def start(self, model: str | Path, *options: str) -> None:
         """Start with a model's directory, in float32, and return at once."""
         options = ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32", *options)
         command = [str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), *options]
@@ -42,11 +54,12 @@ class Vllm:
             self._process = subprocess.Popen(
                 command, env=kept | ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+        self._pid.write_text(str(self._process.pid))
 
     def wait(self) -> None:
         """Until it answers."""
         until = time.monotonic() + STARTS_S
-        while time.monotonic() < until and self._process is not None and self._process.poll() is None:
+        while time.monotonic() < until:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
@@ -56,7 +69,15 @@ class Vllm:
 
     def kill(self) -> None:
         """SIGKILL to all its processes."""
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._pid.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(self._pid.read_text()), signal.SIGKILL)
+            self._pid.unlink()
+        if self._process is not None:  # another one, if it was restarted by the command since
             self._process.wait()
-            self._process = None
+
+
+if __name__ == "__main__":
+    again = Vllm(Path(sys.argv[1]), int(sys.argv[2]))
+    again.kill()
+    again.start(os.environ["M2PO_MODEL"])

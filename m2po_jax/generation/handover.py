@@ -35,6 +35,16 @@ class Handover:
         """What a server is to be started with."""
         return self.directory / CURRENT
 
+    @property
+    def advice(self) -> str:
+        """What to do about a server that does not have what it was told to load."""
+        if self._command is None and self._config.tie_embeddings:
+            return (
+                "The model has tied embeddings, and vLLM on CPUs keeps the output embedding it started with: restart it"
+                " for each version, with --server.reload COMMAND"
+            )
+        return f"It must serve {self.current}"
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the directory for one generator; ServerError where another has it."""

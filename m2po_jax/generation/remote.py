@@ -12,6 +12,7 @@ the same server twice is nearly the same, and never the one that the decode engi
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -34,27 +35,28 @@ _SETTLES_S = 5.0
 _PROBE_SEED = 0
 
 
-class Asked(NamedTuple):
-    """A unit that the server was asked for."""
-
-    policy: "Policy"
-    prompts: list[list[int]]
-    bodies: list[dict[str, Any]]
-    futures: "list[Future[list[Completion]]]"
-    outages: int
-    """Of the server, before it was asked."""
-
-    def settle(self) -> list[Completion]:
-        """Wait for all responses, in order."""
-        return [each for future in self.futures for each in future.result()]
-
-
 class Policy(NamedTuple):
     """A version of the run's policy."""
 
     version: int
     digest: str
     params: Any
+
+
+@dataclass
+class Asked:
+    """A unit that the server was asked for."""
+
+    policy: Policy
+    prompts: list[list[int]]
+    bodies: list[dict[str, Any]]
+    futures: list[Future[list[Completion]]]
+    outages: int
+    """Of the server, before it was asked."""
+    made: list[Completion] | None = None
+    """The responses in order, once they are there."""
+    verified: bool = False
+    """Whether the server had the policy after it had given them, and was there all the time."""
 
 
 class RemoteSampler:
@@ -119,9 +121,9 @@ class RemoteSampler:
         Raises:
             ServerError: it is not of these weights once more.
         """
-        made = asked.settle()
+        made = self._settled(asked)
         difference = self._difference(asked, made[0])
-        if difference > self._tolerance or asked.outages != self._server.outages:
+        if difference > self._tolerance or not asked.verified:
             self._say(f"{self._server.url} was away, or given other weights: the unit is asked for once more")
             made = self._again(asked)
             difference = self._difference(asked, made[0])
@@ -148,8 +150,8 @@ class RemoteSampler:
         while True:
             self._give(asked.policy)
             anew = self._asked(asked.policy, asked.prompts, asked.bodies)
-            made = anew.settle()
-            if anew.outages == self._server.outages:
+            made = self._settled(anew)
+            if anew.verified:
                 break
         if served is not None and served.digest != asked.policy.digest:
             self._give(served)
@@ -158,6 +160,15 @@ class RemoteSampler:
     def _asked(self, policy: Policy, prompts: list[list[int]], bodies: list[dict[str, Any]]) -> Asked:
         outages = self._server.outages
         return Asked(policy, prompts, bodies, [self._server.complete(body) for body in bodies], outages)
+
+    def _settled(self, asked: Asked) -> list[Completion]:
+        """Wait for a unit's responses, and see whether the server has its policy still."""
+        if asked.made is None:
+            asked.made = [each for future in asked.futures for each in future.result()]
+            difference, other = self._compared(asked.policy.digest)
+            stayed = asked.outages == self._server.outages
+            asked.verified = stayed and other is None and difference <= self._tolerance
+        return asked.made
 
     def _body(self, prompt: list[int]) -> dict[str, Any]:
         """A request for one response; what a model's own generation_config.json would change is all given."""
@@ -175,14 +186,14 @@ class RemoteSampler:
     def _give(self, policy: Policy) -> None:
         """Have the server load a policy, once it has answered what it was asked before, and verify that it did."""
         for asked in self._waiting:
-            asked.settle()
+            self._settled(asked)
         since = time.perf_counter()
         version, digest, params = policy
         directory = self._handover.write(version, digest, params)
         if digest not in self._expected:
             self._expected[digest] = self._scored(params, self._probe[:1], self._probe[1:], 1.0)
         if self._served is None:
-            self._say(f"asks {self._server.url} for responses; it is to serve {self._handover.current}")
+            self._say(f"asks {self._server.url} for responses; a server may be started with {self._handover.current}")
         self._server.model()
         self._handover.load(directory)
         self._name = self._server.model()
@@ -198,18 +209,21 @@ class RemoteSampler:
         until = time.monotonic() + self._restarts_s
         while True:
             outages = self._server.outages
-            given = self._server.score(self._name, self._probe)
-            difference = float(np.abs(given - self._expected[digest]).mean())
-            other = nearer(given, digest, self._expected)
+            difference, other = self._compared(digest)
             if difference <= self._tolerance and other is None and outages == self._server.outages:
                 return outages, difference
             if time.monotonic() > until:
                 why = "are those of weights it had before" if other else f"differ by {difference:.3f} a token"
                 raise ServerError(
                     f"{self._server.url} does not have version {version}, which it was given: the log-probs of a probe"
-                    f" {why} (--server.tolerance allows {self._tolerance}). It must serve {self._handover.current}"
+                    f" {why} (--server.tolerance allows {self._tolerance}). {self._handover.advice}"
                 )
             time.sleep(0.5)
+
+    def _compared(self, digest: str) -> tuple[float, str | None]:
+        """Mean difference of the probe's log-probs to those expected, a token, and what weights they are nearer to."""
+        given = self._server.score(self._name, self._probe)
+        return float(np.abs(given - self._expected[digest]).mean()), nearer(given, digest, self._expected)
 
     def _refuse_other_logprobs(self, params: Any) -> None:
         """Refuse a server whose log-probs are not of the softmax at the sampling temperature, before truncation."""

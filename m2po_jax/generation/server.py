@@ -58,7 +58,8 @@ class Server:
         """How often it could not be reached; it may have started again since, with other weights."""
         self._say, self._patience_s, self._told = say, patience_s, False
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="server", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server", daemon=True)
+        self._thread.start()
         key = os.environ.get(KEY)
         self._client = httpx2.AsyncClient(
             base_url=self.url,
@@ -100,8 +101,20 @@ class Server:
             raise ServerError(f"{error}: {hint}") from error
 
     def close(self) -> None:
-        """Leave whatever is under way."""
+        """Leave whatever is under way; nothing can be asked any more."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._left())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _left(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._client.aclose()
 
     def _begun(self, asked: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(asked, self._loop)

@@ -25,7 +25,7 @@ from tests.vllm_server import Vllm
 
 pytestmark = [pytest.mark.extra, pytest.mark.timeout(1500), pytest.mark.usefixtures("standard_promotion")]
 
-SHAPE = {"width": 64, "head_dim": 32, "query_heads": 2, "kv_heads": 1, "mlp_width": 64}
+SHAPE = {"width": 64, "head_dim": 32, "query_heads": 2, "kv_heads": 1, "mlp_width": 64, "tie_embeddings": False}
 PROCESSED = ("--logprobs-mode", "processed_logprobs")
 
 
@@ -53,27 +53,31 @@ def processed(vllm, model):
 class Generating:
     """A run with two versions of weights, and a generator whose responses a server draws."""
 
-    def __init__(self, model, url, directory, **sampling):
+    def __init__(self, model, url, directory, command=None, **sampling):
         config = catalog.with_sources(tiny_text.at(tiny_text.configs()[0], model))
-        sampled = SamplingConfig(**{"temperature": 0.7, "max_new_tokens": 24} | sampling)
+        sampled = SamplingConfig(**{"temperature": 0.7, "max_new_tokens": 24, "train_on_truncated": True} | sampling)
         self.config = replace(config, sampling=sampled, rollouts=replace(config.rollouts, rescore=True))
-        self.config = replace(self.config, model=huggingface.read_config(model, str(model)))
         self.task = make_task(self.config.task, self.config.model.source)
         self.model = Transformer(self.config.model, self.task.tokenizer.vocab_size)
-        shape = tiny_text.MODEL | SHAPE
+        shape = tiny_text.MODEL | SHAPE | {"tie_embeddings": self.config.model.tie_embeddings}
         self.params = {0: huggingface.load(model, self.config.model), 2: policies.random_policy(None, 1, **shape)[1]}
         self.store = Store.open(directory / "run", create=True)
         for version, params in self.params.items():
             weights.publish(self.store, version, params)
         self.notes: list[str] = []
         self.server = Server(url, self.notes.append, patience_s=600.0)
-        self.handover = Handover(directory / "served", self.config.model, str(model), self.server, None)
+        self.handover = Handover(directory / "served", self.config.model, str(model), self.server, command)
         self.sampler = RemoteSampler(
-            self.task, self.model, self.config.sampling, self.server, self.handover, self.notes.append, 0.02
+            self.task,
+            self.model,
+            self.config.sampling,
+            self.server,
+            self.handover,
+            self.notes.append,
+            tolerance=0.02,
+            restarts_s=600.0 if command else 5.0,
         )
-        self.generator = Generator(
-            self.store, "run", self.config, self.task, self.model, sampler=self.sampler
-        )
+        self.generator = Generator(self.store, "run", self.config, self.task, self.model, sampler=self.sampler)
 
     def differences(self, unit):
         """Log-probs of a unit's shard against our forward pass under its version and under the other, float64."""
@@ -101,8 +105,8 @@ class Generating:
 def generating(model, tmp_path):
     made = []
 
-    def make(url, **sampling):
-        made.append(Generating(model, url, tmp_path, **sampling))
+    def make(url, model=model, **options):
+        made.append(Generating(model, url, tmp_path, **options))
         return made[-1]
 
     yield make
@@ -182,8 +186,8 @@ def test_a_learner_and_a_generator_with_a_server_finish_a_run(processed, model, 
     env, run = tiny.subprocess_env(user_env), tmp_path / "run"
     shared = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     python = [sys.executable, "-m", "m2po_jax"]
-    config = f"{tiny_text.__file__}:arithmetic"
-    learn = [*python, "learn", config, "--run", str(run), "--model.source", str(model), "--learner.learning-rate", "0.03"]
+    flags = ["--model.source", str(model), "--learner.learning-rate", "0.03", "--staleness.k", "0"]
+    learn = [*python, "learn", f"{tiny_text.__file__}:arithmetic", "--run", str(run), *flags]
     learner = subprocess.Popen(learn, **shared)
     generate = [*python, "generate", str(run), "--server.url", processed.url, "--mesh.data", "1"]
     generator = subprocess.Popen(generate, **shared)
@@ -196,3 +200,16 @@ def test_a_learner_and_a_generator_with_a_server_finish_a_run(processed, model, 
     assert said.count("has version") >= 2 and "once more" not in said
     verified = subprocess.run([*python, "verify", str(run)], **{**shared, "stdout": None, "stderr": None})
     assert verified.returncode == 0
+
+
+def test_tied_embeddings_need_a_restart_on_cpus_and_nothing_less_is_accepted(processed, generating, tmp_path):
+    """vLLM 0.32 on CPUs reloads the input embedding and keeps the packed output one; the probe tells."""
+    tied = tiny_text.save_model(tmp_path / "tied", **SHAPE | {"tie_embeddings": True})
+    run = generating(processed.url, tied, command=processed.restart, temperature=1.0)
+    run.generator.make([UnitId(0, 0, 0)])
+    run.generator.make([UnitId(2, 0, 0)])
+    for unit in (UnitId(0, 0, 0), UnitId(2, 0, 0)):
+        run.assert_of_its_version(unit)
+    reloading = generating(processed.url, tied, temperature=1.0)
+    with pytest.raises(ServerError, match=r"does not have version 0, .* with --server.reload COMMAND"):
+        reloading.generator.make([UnitId(0, 0, 1)])
