@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 USER_ENVIRONMENT = dict(os.environ)
@@ -92,3 +94,19 @@ def gcs(gcs_process: Serving, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servi
 def user_env() -> dict[str, str]:
     """The environment for a subprocess as a user would start it: one CPU device, none of the settings above."""
     return {**USER_ENVIRONMENT, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], bool]]]:
+    """A file system of its own, and a function that gives it a size in KiB."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    if shutil.which("mount") is None or not _mount(root, "size=200k"):
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield root, lambda size_kib: _mount(root, f"remount,size={size_kib}k")
+    subprocess.run(["umount", "-l", str(root)], check=True)
+
+
+def _mount(root: Path, options: str) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(root)]
+    return subprocess.run(command, capture_output=True).returncode == 0

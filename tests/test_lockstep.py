@@ -153,6 +153,7 @@ def test_staleness_0_reads_what_the_newest_policy_wrote(on_policy):
 
 
 def test_age_counts_optimiser_steps_and_is_told_for_each(stale):
+    """REGRESSIONS 14: two updates on a batch age it by two, whatever was published between."""
     lines = updates_of(stale)
     assert [line["version"] for line in lines] == list(range(TOTAL))
     assert [line["mini_batch"] for line in lines] == [0, 1] * (TOTAL // U)
@@ -180,6 +181,7 @@ def test_each_group_is_trained_on_once(stale, on_policy):
 
 
 def test_old_data_meets_a_policy_that_has_moved(stale):
+    """REGRESSIONS 16: behaviour log-probs are those of the shard; there is no option to compute them again."""
     lines = updates_of(stale)
     assert lines[0]["m2_all"] < 1e-8 and abs(lines[0]["ratio_mean"] - 1) < 1e-4, "version 0 wrote what it reads first"
     moved = [line for line in lines if line["staleness_updates"] >= K]

@@ -2,8 +2,6 @@
 
 import json
 import random
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -109,22 +107,6 @@ def kill_soon(run: Path, delay_s: float, env: dict[str, str], arguments: list) -
         process.kill()
         process.communicate()
     return process.returncode
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own, and a function that gives it a size in KiB."""
-    root = tmp_path / "disk"
-    root.mkdir()
-    if shutil.which("mount") is None or not _mount(root, "size=200k"):
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield root, lambda size_kib: _mount(root, f"remount,size={size_kib}k")
-    subprocess.run(["umount", "-l", str(root)], check=True)
-
-
-def _mount(root: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(root)]
-    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def test_a_run_on_a_full_disk_says_so_and_resumes_with_more_room(env, base, reference, small_disk):

@@ -238,6 +238,29 @@ def test_a_bad_shard_is_made_again_by_a_generator_while_the_learner_waits(env, b
     assert inspect(run).well
 
 
+@pytest.mark.extra
+def test_a_full_disk_ends_whoever_writes_with_a_line_and_nothing_is_lost(env, base, reference, small_disk):
+    root, resize = small_disk
+    run, full = root / "run", set()
+    for size_kib in (250, 400, 550, 8192):
+        assert resize(size_kib)
+        programs = {role: start(env, role, run, base) for role in ("learn", "generate")}
+        while all(program.poll() is None for program in programs.values()):
+            time.sleep(0.1)
+        for role, program in programs.items():
+            if program.poll() == 2:
+                said = program.stderr.read()
+                assert "m2po: no space left to write " in said and "Traceback" not in said, said
+                full.add(role)
+        if any(program.poll() == 2 for program in programs.values()):
+            stop(*programs.values())
+            continue
+        assert [ended(program) for program in programs.values()] == [0, 0]
+        break
+    assert "generate" in full, f"only {full} met the full disk"
+    same_end(run, reference)
+
+
 def test_offline_reads_what_there_is_and_names_what_is_not(base, tmp_path, reference):
     config = catalog.resolved(CONFIG)
     run = tmp_path / "run"

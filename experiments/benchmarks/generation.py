@@ -1,4 +1,4 @@
-"""What sampling costs: the decode engine with several numbers of slots, against transformers on torch; two tables.
+"""What sampling costs: the decode engine with several numbers of slots, transformers on torch, vLLM; two tables.
 
 Command:   python experiments/benchmarks/generation.py --model DIR     (SmolLM2-135M-Instruct)
 Hardware:  2 CPU cores, about 15 minutes and 6 GB; needs torch and transformers; see README.md for the tables.
@@ -7,9 +7,12 @@ Expect:    at least twice the tokens a second of torch, and slots that are busy 
 8 questions, 8 samples each, temperature 1, float32, up to 128 new tokens. Responses are of mixed lengths, each to the
 end that the model gives it; with --full all have 128 tokens. Torch has all of them in one batch, as `generate` does it:
 a row that has ended waits for the longest. Tokens are those of responses, end tokens included. Log-probs are part of
-our time, and torch makes none. Each program runs in a process of its own, in turn with the others, and times are the
-fastest of several calls: machines differ and are shared, read the ratios. Where others compute too, torch, whose cores
-wait for each other at every product, suffers most; then `taskset -c 0` and the time of the core say more.
+our time, and torch makes none. With --server URL a vLLM that serves the same model in float32, on these cores too, is
+asked as `m2po generate --server.url` asks it; of its cores' time and memory nothing is known here.
+
+Each program runs in a process of its own, in turn with the others, and times are the fastest of several calls: machines
+differ and are shared, read the ratios. Where others compute too, torch, whose cores wait for each other at every
+product, suffers most; then `taskset -c 0` and the time of the core say more.
 
 Every number of slots is a program of its own, whose logits differ from another's in the last bits, so that now and
 then a draw falls on the other side of a boundary; from there on a response is another one. The second table counts that
@@ -38,6 +41,7 @@ QUESTIONS = (
 )
 SAMPLES = 8
 RESPONSES = len(QUESTIONS) * SAMPLES
+_TEXTS = {"torch": "`transformers` on torch"}
 
 
 class Timed(NamedTuple):
@@ -60,7 +64,7 @@ def main() -> None:
     arguments = _arguments()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if arguments.process:
-        return serve((_torch if arguments.process == "torch" else _engine)(arguments))
+        return serve({"torch": _torch, "server": _server, "engine": _engine}[arguments.process](arguments))
     full = ", all of that length" if arguments.full else ""
     print(f"{len(QUESTIONS)} prompts x {SAMPLES} samples, to {arguments.tokens} tokens{full}, {_cores()} cores\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +78,8 @@ def _timed(arguments: argparse.Namespace, folder: Path) -> dict[str, Timed]:
     told = [f"--model={arguments.model}", f"--tokens={arguments.tokens}", f"--folder={folder}"]
     told += ["--full"] if arguments.full else []
     commands = {"torch": ["--process=torch"]}
+    if arguments.server:
+        commands["server"] = ["--process=server", "--server", arguments.server]
     commands |= {str(slots): ["--process=engine", "--slots", str(slots)] for slots in arguments.slots}
     processes = {name: Process([__file__, *command, *told]) for name, command in commands.items()}
     seconds: dict[str, list[float]] = {name: [] for name in commands}
@@ -93,9 +99,12 @@ def _table(timed: dict[str, Timed]) -> Iterator[str]:
     yield "|:---|---:|---:|---:|---:|---:|---:|---:|---:|"
     torch = timed["torch"]
     for name, found in timed.items():
-        text = "`transformers` on torch" if name == "torch" else f"engine, {name} slots"
-        speed, busy = found.tokens / found.seconds, found.tokens / found.slot_steps
+        speed = found.tokens / found.seconds
         ratio, of_core = speed / (torch.tokens / torch.seconds), found.tokens / found.cpu_s
+        if name == "server":
+            yield f"| vLLM | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {ratio:.2f}x | | | | |"
+            continue
+        text, busy = _TEXTS.get(name, f"engine, {name} slots"), found.tokens / found.slot_steps
         yield (
             f"| {text} | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {ratio:.2f}x | {of_core:.0f} |"
             f" {of_core / (torch.tokens / torch.cpu_s):.2f}x | {busy:.0%} | {found.megabytes:,.0f} |"
@@ -186,6 +195,25 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
     return call
 
 
+def _server(arguments: argparse.Namespace) -> Callable[[], Any]:
+    from m2po_jax.generation.server import Server
+
+    server, end = Server(arguments.server, print), _end(arguments.model)
+    shared = {"model": server.model(), "n": SAMPLES, "max_tokens": arguments.tokens, "temperature": 1.0, "top_p": 1.0}
+    shared |= {"top_k": 0, "stop_token_ids": [end], "ignore_eos": arguments.full}
+    if arguments.full:
+        del shared["stop_token_ids"]
+    bodies = [shared | {"prompt": prompt, "seed": seed} for seed, prompt in enumerate(_prompts(arguments.model))]
+
+    def call() -> list[float]:
+        start = time.process_time()
+        made = [each for asked in [server.complete(body) for body in bodies] for each in asked.result()]
+        tokens = sum(len(each.tokens) for each in made)
+        return [tokens, len(made) * arguments.tokens, time.process_time() - start]
+
+    return call
+
+
 def _cores() -> int:
     """Those that this process may use: `taskset` may say fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -207,9 +235,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="longest response in tokens (default: 128)")
     about_slots = "numbers of slots, a program each (default: 64 32 16 8)"
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 32, 16, 8], help=about_slots)
+    parser.add_argument("--server", help="URL of a vLLM that serves the model in float32, to be asked as well")
     parser.add_argument("--full", action="store_true", help="responses of full length, whatever the model says")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each program (default: 2)")
-    parser.add_argument("--process", choices=("torch", "engine"), help=argparse.SUPPRESS)
+    parser.add_argument("--process", choices=("torch", "server", "engine"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for name, least in (("tokens", 1), ("repeats", 1)):
