@@ -57,6 +57,8 @@ class Handover:
                     f"another generator hands weights over in {self.directory}: each needs a server of its own, and"
                     " another --server.directory"
                 ) from error
+            for left in self.directory.glob(".exporting-*"):  # by a generator that was killed
+                shutil.rmtree(left, ignore_errors=True)
             yield
 
     def write(self, version: int, digest: str, params: Any) -> Path:

@@ -7,6 +7,7 @@ that "create if there is none" means it. Prints its URL. `POST /_control` sets f
 import argparse
 import json
 import re
+import sys
 import threading
 import time
 from email.utils import formatdate
@@ -34,6 +35,11 @@ class Server(ThreadingHTTPServer):
         self.uploads: dict[str, dict[str, Any]] = {}
         self.lock = threading.Lock()
         self.number = 0
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was killed is no news; the rest is said."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
