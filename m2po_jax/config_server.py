@@ -1,6 +1,7 @@
 """How a generator reaches a server that draws its responses; of a generator, not of a run."""
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from m2po_jax.errors import require
 
@@ -21,10 +22,22 @@ class ServerConfig:
     """Largest mean difference a token between its log-probs and ours; two forward passes in bfloat16 have 0.01."""
 
     def __post_init__(self):
-        url = self.url
         require(
-            url is None or url.startswith(("http://", "https://")),
-            f"server.url is {url}: use a URL, as http://localhost:8000",
+            self.url is None or _is_address(self.url),
+            f"server.url is {self.url}: use a URL, as http://localhost:8000",
         )
         require(self.wait > 0.0, f"server.wait is {self.wait}: use a positive number of seconds")
         require(self.tolerance > 0.0, f"server.tolerance is {self.tolerance}: use a positive number")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and not set(url) & set(" \t\n")
+        )
+    except ValueError:  # a port that is none
+        return False

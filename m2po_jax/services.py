@@ -119,7 +119,7 @@ def _sampler(
         return
     server = Server(options.url, watcher.note, options.wait)
     directory = Path(options.directory or Path("served") / server.address)
-    handover = Handover(directory, model.config, config.model.source, server, options.reload)
+    handover = Handover(directory, model.sized, config.model.source, server, options.reload)
     restarts_s = options.wait if options.reload else None
     sampler = RemoteSampler(task, model, config.sampling, server, handover, watcher.note, options.tolerance, restarts_s)
     with contextlib.closing(sampler), handover.alone():

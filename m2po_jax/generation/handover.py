@@ -87,13 +87,14 @@ class Handover:
             # What it has of prompts was computed by the weights before.
             self._server.post("/reset_prefix_cache", {}, _NO_INTERFACE)
             return
-        told = os.environ | {"M2PO_MODEL": str(directory)}
-        done = subprocess.run(self._command, shell=True, env=told, capture_output=True, text=True)
-        if done.returncode:
-            raise ServerError(
-                f"--server.reload {self._command!r} failed with exit code {done.returncode}: "
-                f"{said(done.stderr or done.stdout)}"
+        told, log = os.environ | {"M2PO_MODEL": str(directory)}, self.directory / "reload.log"
+        with open(log, "w") as output:  # a pipe would be held by a server that the command leaves in the background
+            done = subprocess.run(
+                self._command, shell=True, env=told, stdout=output, stderr=output, start_new_session=True
             )
+        if done.returncode:
+            text = said(log.read_text(errors="replace"))
+            raise ServerError(f"--server.reload {self._command!r} failed with exit code {done.returncode}: {text}")
 
 
 _NO_INTERFACE = "start vLLM with VLLM_SERVER_DEV_MODE=1, or give a command that restarts it: --server.reload"

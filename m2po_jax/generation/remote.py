@@ -33,6 +33,7 @@ CHECKED_TOKENS = 16
 """First tokens of a response of each unit, whose log-probs are computed here as well."""
 _SETTLES_S = 5.0
 _PROBE_SEED = 0
+_ATTEMPTS = 5
 
 
 class Policy(NamedTuple):
@@ -147,12 +148,16 @@ class RemoteSampler:
     def _again(self, asked: Asked) -> list[Completion]:
         """Ask for a unit anew, under its weights, until the server stays there meanwhile; then what it had returns."""
         served = self._served
-        while True:
+        for _ in range(_ATTEMPTS):
             self._give(asked.policy)
             anew = self._asked(asked.policy, asked.prompts, asked.bodies)
             made = self._settled(anew)
             if anew.verified:
                 break
+        else:
+            raise ServerError(
+                f"{self._server.url} goes away, or loses the weights it was given, {_ATTEMPTS} times a unit"
+            )
         if served is not None and served.digest != asked.policy.digest:
             self._give(served)
         return made

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -64,6 +65,7 @@ class Server:
         self._client = httpx2.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
+            follow_redirects=True,
             timeout=httpx2.Timeout(_ANSWER_S, connect=_CONNECT_S),
             limits=httpx2.Limits(max_connections=CONNECTIONS),
         )
@@ -72,7 +74,8 @@ class Server:
     @property
     def address(self) -> str:
         """Host and port, as a name for files."""
-        return self.url.partition("://")[2].replace("/", "-").replace(":", "-")
+        parts = urlsplit(self.url)
+        return "-".join([*(parts.hostname or "").split(":"), *([str(parts.port)] if parts.port else [])])
 
     def model(self) -> str:
         """Name of the model that it serves."""
@@ -143,7 +146,7 @@ class Server:
                 if answer.is_error:
                     raise ServerError(f"{self.url}{path} refuses with status {answer.status_code}: {said(answer.text)}")
                 return read(answer.text)
-            except httpx2.TransportError as error:
+            except httpx2.HTTPError as error:
                 self.outages += 1
                 reason = str(error) or type(error).__name__
             except Passing as error:
@@ -168,7 +171,10 @@ def completions_of(answer: Any, count: int) -> list[Completion]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != count:
         raise ServerError(f"the server gave {_number(choices)} responses, not {count}: is it vLLM or alike?")
-    return [_completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
+    try:
+        return [_completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ServerError(f"the server's responses have another form than vLLM's: {error}") from error
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
@@ -192,12 +198,13 @@ def _completion(choice: dict[str, Any]) -> Completion:
 
 def prompt_logprobs_of(answer: Any, tokens: list[int]) -> np.ndarray:
     """Log-probs of a prompt's tokens after the first, float64; ServerError if the server does not give them."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    rows: Any = choices[0].get("prompt_logprobs") if choices else None
     try:
+        rows = answer["choices"][0]["prompt_logprobs"]
         given = [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens[1:], strict=True)]
         values = np.array(given, np.float64)
-    except (KeyError, TypeError, ValueError) as error:
+        if not np.isfinite(values).all():
+            raise ValueError("a log-prob is no number")
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ServerError("the server gives no log-probs of a prompt (prompt_logprobs): use vLLM") from error
     return values
 
@@ -216,12 +223,12 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise Passing(f"an answer that is no JSON: {said(text)}") from error
+        raise ServerError(f"the server answers what is no JSON: {said(text)}") from error
 
 
 def said(text: str) -> str:
     """What a server says of its error, in a line."""
-    return " ".join(text.split())[:300] or "nothing"
+    return " ".join(text.split())[:200] or "nothing"
 
 
 def _number(choices: Any) -> int:

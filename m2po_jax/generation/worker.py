@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from m2po_jax.config import UserError
+from m2po_jax.config import ConfigError, UserError
 from m2po_jax.generation.server import ServerError
 from m2po_jax.generation.service import Begun, Generator, Made
 from m2po_jax.rollouts import Schedule, Shelf, Store, UnitId, read_position, weights, write_generator_lines
@@ -142,7 +142,7 @@ class Worker:
         for attempt in range(_WEIGHTS_ATTEMPTS):
             try:
                 return self._generator.begin(unit)
-            except ServerError:
+            except (ServerError, ConfigError):
                 raise
             except UserError as error:
                 if unit.version not in weights.versions(self._store):

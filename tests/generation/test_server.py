@@ -1,11 +1,16 @@
 """What is read from a server's answers, and what is refused; a real server is asked in test_remote.py."""
 
+import os
+import signal
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from m2po_jax.config import ConfigError
+from m2po_jax.config_server import ServerConfig
 from m2po_jax.generation.handover import Handover
 from m2po_jax.generation.remote import nearer
 from m2po_jax.generation.server import Completion, Passing, Server, ServerError, completions_of, prompt_logprobs_of
@@ -40,6 +45,11 @@ def test_responses_come_in_the_order_of_their_index():
         (answer(choice(logprobs=(-0.5, float("nan")))), "no number of at most 0"),
         (answer(choice(logprobs=(-0.5, None))), "no number of at most 0"),
         (answer(choice() | {"token_ids": [5, 8]}), "of other tokens"),
+        (answer("a"), "have another form"),
+        (answer(choice() | {"logprobs": [-1.0]}), "have another form"),
+        (answer(choice(logprobs=("x", -1.0))), "have another form"),
+        (answer(choice() | {"token_ids": [None, 1]}), "of other tokens"),
+        (answer(choice() | {"finish_reason": ["x"]}), "have another form"),
     ],
 )
 def test_an_answer_that_training_cannot_use_is_refused(wrong, said):
@@ -57,9 +67,10 @@ def test_log_probs_of_a_prompt():
     rows = [None, {"7": {"logprob": -2.0}}, {"9": {"logprob": -3.0}, "1": {"logprob": -0.1}}]
     given = prompt_logprobs_of(answer({"prompt_logprobs": rows}), [4, 7, 9])
     np.testing.assert_array_equal(given, [-2.0, -3.0])
-    for wrong in (None, rows[:2], [None, {"8": {"logprob": -2.0}}, rows[2]]):
+    wrong = (None, rows[:2], [None, {"8": {"logprob": -2.0}}, rows[2]], [None, {"7": {"logprob": None}}, rows[2]])
+    for answers in (*(answer({"prompt_logprobs": each}) for each in wrong), answer("a"), {"choices": {"a": 1}}, []):
         with pytest.raises(ServerError, match="no log-probs of a prompt"):
-            prompt_logprobs_of(answer({"prompt_logprobs": wrong}), [4, 7, 9])
+            prompt_logprobs_of(answers, [4, 7, 9])
 
 
 def test_nobody_at_the_address_is_said_after_patience():
@@ -72,9 +83,9 @@ def test_nobody_at_the_address_is_said_after_patience():
         server.close()
 
 
-def test_what_is_no_json_is_asked_for_again_and_a_refusal_is_said_at_once():
+def test_half_an_answer_is_asked_for_again_and_a_refusal_is_said_at_once():
     """A socket that answers by hand: first with half an answer, then with a refusal."""
-    half, refusal = b'200 OK\r\nContent-Length: 9\r\n\r\n{"data": ', b"404 No\r\nContent-Length: 4\r\n\r\ngone"
+    half, refusal = b'200 OK\r\nContent-Length: 90\r\n\r\n{"data": ', b"404 No\r\nContent-Length: 4\r\n\r\ngone"
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve():
@@ -106,6 +117,7 @@ def handover(tmp_path):
     def make(command=None):
         model = huggingface.read_config(tiny_text.save_model(tmp_path / f"model-{command}"))
         server = Server("http://127.0.0.1:9", print, patience_s=0.1)
+        (tmp_path / "served").mkdir(exist_ok=True)
         return Handover(tmp_path / "served", model, str(tmp_path / f"model-{command}"), server, command)
 
     return make
@@ -133,3 +145,22 @@ def test_a_command_that_reloads_is_told_the_directory_and_its_failure_is_said(ha
     assert (tmp_path / "told").read_text().strip() == str(tmp_path / "here")
     with pytest.raises(ServerError, match="failed with exit code 3: no such service"):
         handover("echo no such service >&2; exit 3").load(tmp_path)
+
+
+def test_a_command_may_leave_the_server_that_it_started(handover, tmp_path):
+    since = time.monotonic()
+    handover(f"sleep 60 & echo $! > {tmp_path}/pid").load(tmp_path)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert time.monotonic() - since < 30
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:abc", "http://[::1", "http://", "http://a b/"])
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(ConfigError, match=r"server.url is .*: use a URL, as http://localhost:8000"):
+        ServerConfig(url=url)
+
+
+def test_the_default_directory_is_named_by_host_and_port_alone():
+    server = Server("http://user:secret@tpu-1:8000/v1", print)
+    assert server.address == "tpu-1-8000"
+    server.close()
