@@ -112,6 +112,7 @@ def test_ctrl_c_on_one_host_is_nobodys_reason_to_start_again(user_env, base, tmp
     assert [code for code, _ in ended] == [130, 130], ended
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("host", [0, 1])
 def test_the_other_host_ends_soon_after_a_kill_and_the_run_resumes_to_the_same_bits(
     user_env, base, whole, tmp_path, host

@@ -156,6 +156,7 @@ def test_the_command_takes_the_files_as_flags(user_env, model, questions, tmp_pa
     assert refused.stderr.strip() == "m2po: cannot read no/such/questions.jsonl: No such file or directory"
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("name", ["arithmetic", "questions"])
 def test_smollm2_trains(name, questions, tmp_path):
     """The experiment of the README with the real model, made small: two batches, the second one stale."""
