@@ -21,6 +21,7 @@ against the first program; the random numbers are the same.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -195,10 +196,14 @@ def _torch(arguments: argparse.Namespace) -> Callable[[], Any]:
     return call
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)  # standard output carries results between the processes
+
+
 def _server(arguments: argparse.Namespace) -> Callable[[], Any]:
     from m2po_jax.generation.server import Server
 
-    server, end = Server(arguments.server, print), _end(arguments.model)
+    server, end = Server(arguments.server, _say), _end(arguments.model)
     shared = {"model": server.model(), "n": SAMPLES, "max_tokens": arguments.tokens, "temperature": 1.0, "top_p": 1.0}
     shared |= {"top_k": 0, "stop_token_ids": [end], "ignore_eos": arguments.full}
     if arguments.full:
