@@ -14,9 +14,10 @@ from m2po_jax.config import Config, MeshConfig, UserError
 from m2po_jax.config_server import ServerConfig
 from m2po_jax.generation import Generator, Sampling, Worker
 from m2po_jax.generation.handover import Handover
+from m2po_jax.generation.polling import Poll
 from m2po_jax.generation.remote import RemoteSampler
 from m2po_jax.generation.server import Server
-from m2po_jax.generation.worker import OTHERS_EVERY_S, GeneratorWatcher, Poll
+from m2po_jax.generation.worker import OTHERS_EVERY_S, GeneratorWatcher
 from m2po_jax.learner.feed import Supply
 from m2po_jax.learner.hosts import Hosts
 from m2po_jax.learner.loop import Learner, Outcome, Watcher

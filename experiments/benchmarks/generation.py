@@ -42,7 +42,6 @@ QUESTIONS = (
 )
 SAMPLES = 8
 RESPONSES = len(QUESTIONS) * SAMPLES
-_TEXTS = {"torch": "`transformers` on torch"}
 
 
 class Timed(NamedTuple):
@@ -105,7 +104,8 @@ def _table(timed: dict[str, Timed]) -> Iterator[str]:
         if name == "server":
             yield f"| vLLM | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {ratio:.2f}x | | | | |"
             continue
-        text, busy = _TEXTS.get(name, f"engine, {name} slots"), found.tokens / found.slot_steps
+        text = "`transformers` on torch" if name == "torch" else f"engine, {name} slots"
+        busy = found.tokens / found.slot_steps
         yield (
             f"| {text} | {found.seconds:.1f} | {found.tokens:,} | {speed:.0f} | {ratio:.2f}x | {of_core:.0f} |"
             f" {of_core / (torch.tokens / torch.cpu_s):.2f}x | {busy:.0%} | {found.megabytes:,.0f} |"
@@ -208,7 +208,7 @@ def _server(arguments: argparse.Namespace) -> Callable[[], Any]:
     shared |= {"top_k": 0, "stop_token_ids": [end], "ignore_eos": arguments.full}
     if arguments.full:
         del shared["stop_token_ids"]
-    bodies = [shared | {"prompt": prompt, "seed": seed} for seed, prompt in enumerate(_prompts(arguments.model))]
+    bodies = [shared | {"prompt": prompt} for prompt in _prompts(arguments.model)]
 
     def call() -> list[float]:
         start = time.process_time()

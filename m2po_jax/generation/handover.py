@@ -1,7 +1,6 @@
 """Weights for a server: a Hugging Face directory a version, and how the server is told to load it."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 from m2po_jax.config import ModelConfig
 from m2po_jax.generation.server import Server, ServerError, said
 from m2po_jax.models import huggingface
+from m2po_jax.rollouts import held
 
 CURRENT = "current"
 """The link to the version that is to be served."""
@@ -47,16 +47,13 @@ class Handover:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the directory for one generator; ServerError where another has it."""
+        """Hold the directory for one generator; UserError where another has it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ServerError(
-                    f"another generator hands weights over in {self.directory}: each needs a server of its own, and"
-                    " another --server.directory"
-                ) from error
+        taken = (
+            f"another generator hands weights over in {self.directory}: each needs a server of its own, and another"
+            " --server.directory"
+        )
+        with held(self.directory / ".lock", taken):
             for left in self.directory.glob(".exporting-*"):  # by a generator that was killed
                 shutil.rmtree(left, ignore_errors=True)
             yield

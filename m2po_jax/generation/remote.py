@@ -5,8 +5,8 @@ computed here too, whenever it was given others or could not be reached for a mo
 distribution that it samples from, at the sampling temperature and before truncation: by asking for a greedy token. And
 each unit: by the log-probs of a response's first tokens, computed here.
 
-Responses are drawn with the server's random numbers, from seeds that follow from the run's keys: the same unit asked of
-the same server twice is nearly the same, and never the one that the decode engine draws.
+Responses are drawn with the server's own random numbers, so a unit asked for twice is another one. No seeds are sent:
+backends differ in whether they take them, and vLLM's on CPUs ends at some.
 """
 
 import time
@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -32,7 +31,6 @@ PROBE_TOKENS = 64
 CHECKED_TOKENS = 16
 """First tokens of a response of each unit, whose log-probs are computed here as well."""
 _SETTLES_S = 5.0
-_PROBE_SEED = 0
 _ATTEMPTS = 5
 
 
@@ -106,10 +104,8 @@ class RemoteSampler:
         prompts = [self.task.prompt_tokens(problem) for problem in problems]
         self.model.require_room(max(map(len, prompts)) + self.config.max_new_tokens)
         assert self._served is not None, "prepare comes first"
-        words = np.asarray(jax.random.key_data(keys)).reshape(len(prompts), samples_per_prompt, -1)[:, 0, -1]
         drawn = {"n": samples_per_prompt, "max_tokens": self.config.max_new_tokens}
-        seeds = [int(word) & 0x7FFFFFFF for word in words]
-        bodies = [self._body(prompt) | drawn | {"seed": seed} for prompt, seed in zip(prompts, seeds, strict=True)]
+        bodies = [self._body(prompt) | drawn for prompt in prompts]
         if not self._waiting:
             self._since = time.perf_counter()
         asked = self._asked(self._served, prompts, bodies)
@@ -199,7 +195,6 @@ class RemoteSampler:
             self._expected[digest] = self._scored(params, self._probe[:1], self._probe[1:], 1.0)
         if self._served is None:
             self._say(f"asks {self._server.url} for responses; a server may be started with {self._handover.current}")
-        self._server.model()
         self._handover.load(directory)
         self._name = self._server.model()
         outages, difference = self._verified(version, digest)
@@ -233,7 +228,7 @@ class RemoteSampler:
     def _refuse_other_logprobs(self, params: Any) -> None:
         """Refuse a server whose log-probs are not of the softmax at the sampling temperature, before truncation."""
         config, prompt = self.config, self._probe[: len(self._probe) // 2]
-        body = self._body(prompt) | {"n": 1, "max_tokens": 4, "seed": _PROBE_SEED}
+        body = self._body(prompt) | {"n": 1, "max_tokens": 4}
         (greedy,) = self._server.complete(body | {"top_k": 1, "temperature": 1.0}).result()
         processed = not any(greedy.logprobs) and bool(self._scored(params, prompt, greedy.tokens, 1.0).min() < -1e-4)
         truncated = config.top_p < 1.0 or config.top_k is not None
@@ -262,7 +257,7 @@ class RemoteSampler:
 
     def _probe_tokens(self) -> list[int]:
         """The run's first prompts, one after the other."""
-        problems = self.task.draw(PROBE_TOKENS, (_PROBE_SEED,))
+        problems = self.task.draw(PROBE_TOKENS, (0,))
         tokens = [token for problem in problems for token in self.task.prompt_tokens(problem)]
         return tokens[: min(PROBE_TOKENS, self.task.max_prompt_tokens + self.config.max_new_tokens)]
 

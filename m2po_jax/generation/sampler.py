@@ -78,9 +78,6 @@ class Sampling(Protocol):
     def collect(self, begun: Any, problems: Sequence[Problem]) -> Responses:
         """Wait for the responses, decode and grade them."""
 
-    def close(self) -> None:
-        """Leave what was begun."""
-
 
 class Sampler:
     """Draws responses from a policy; one compiled program for each (prompts, samples, width of prompts) shape."""
@@ -103,9 +100,6 @@ class Sampler:
 
     def prepare(self, version: int, digest: str, params: Any) -> None:
         """Nothing is to be done: parameters come with each call."""
-
-    def close(self) -> None:
-        """Nothing is to be done: what the devices compute ends by itself."""
 
     def dispatch(self, params: Any, problems: Sequence[Problem], keys: Array, samples_per_prompt: int) -> Generated:
         """Start `sample` and return at once, with what `collect` takes."""

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -17,13 +17,14 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from m2po_jax.config import UserError
+from m2po_jax.generation.polling import Poll
 
 CONNECTIONS = 256
 """Requests under way at once, each for all samples of a prompt; the server queues what it has no room for."""
 KEY = "OPENAI_API_KEY"
 """Environment variable with the key that a server started with `--api-key` asks for."""
 _CONNECT_S, _ANSWER_S = 10.0, 900.0
-_SAY_AFTER_S, _FIRST_PAUSE_S, _MOST_PAUSE_S = 10.0, 0.2, 5.0
+_SAY_AFTER_S, _PAUSES = 10.0, Poll(first_s=0.2, most_s=5.0)
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _ENDED = frozenset({"stop", "length"})
 
@@ -137,7 +138,7 @@ class Server:
         import httpx2
 
         since = time.monotonic()
-        for pause_s in _pauses():
+        for pause_s in _PAUSES.waits():
             try:
                 async with self._room:
                     answer = await self._client.request(method, path, json=body)
@@ -170,7 +171,8 @@ def completions_of(answer: Any, count: int) -> list[Completion]:
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != count:
-        raise ServerError(f"the server gave {_number(choices)} responses, not {count}: is it vLLM or alike?")
+        given = len(choices) if isinstance(choices, list) else 0
+        raise ServerError(f"the server gave {given} responses, not {count}: is it vLLM or alike?")
     try:
         return [_completion(choice) for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
     except (AttributeError, TypeError, ValueError) as error:
@@ -229,14 +231,3 @@ def _json(text: str) -> Any:
 def said(text: str) -> str:
     """What a server says of its error, in a line."""
     return " ".join(text.split())[:200] or "nothing"
-
-
-def _number(choices: Any) -> int:
-    return len(choices) if isinstance(choices, list) else 0
-
-
-def _pauses() -> Iterator[float]:
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, _MOST_PAUSE_S)

@@ -7,11 +7,10 @@ that began it: each looks anew for what is missing before every unit, and makes 
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from m2po_jax.config import ConfigError, UserError
+from m2po_jax.generation.polling import Poll
 from m2po_jax.generation.server import ServerError
 from m2po_jax.generation.service import Begun, Generator, Made
 from m2po_jax.rollouts import Schedule, Shelf, Store, UnitId, read_position, weights, write_generator_lines
@@ -41,21 +40,6 @@ class GeneratorWatcher(Protocol):
 
     def stopping(self) -> bool:
         """Whether someone asked to stop after this unit."""
-
-
-@dataclass(frozen=True)
-class Poll:
-    """How long a worker waits before it looks again when there is nothing to make: doubling, in seconds."""
-
-    first_s: float = 0.05
-    most_s: float = 1.0
-
-    def waits(self) -> Iterator[float]:
-        """The waits, one after the other."""
-        wait_s = self.first_s
-        while True:
-            yield wait_s
-            wait_s = min(2 * wait_s, self.most_s)
 
 
 class Worker:

@@ -30,7 +30,7 @@ from m2po_jax.rollouts.paths import (
     shard_path,
     weights_path,
 )
-from m2po_jax.rollouts.run import RunInfo, create_or_resume, open_run, sole_learner
+from m2po_jax.rollouts.run import RunInfo, create_or_resume, held, open_run, sole_learner
 from m2po_jax.rollouts.schema import SCHEMA_VERSION, Provenance, Rollouts, UnitId, concatenate
 from m2po_jax.rollouts.shards import BadShard, Shard, decode, encode, read_foreign_shard, read_shard, write_shard
 from m2po_jax.rollouts.shelf import Shelf, whole_batches
@@ -73,6 +73,7 @@ __all__ = [
     "record_of",
     "rollouts_path",
     "shard_path",
+    "held",
     "sole_learner",
     "supersede_batch_record",
     "units",

@@ -54,19 +54,12 @@ def copy_run(source: Store, target: Store, facts: Callable[[str], dict[str, Any]
     return Copied(len(moved), sum(moved), len(done) - len(moved))
 
 
-def copy_object(source: Store, target: Store, path: str, maybe_there: bool = True) -> tuple[int, bool]:
-    """Copy one object; returns its size and whether it was there. UserError when another one is there."""
+def copy_object(source: Store, target: Store, path: str, there: bool = False) -> tuple[int, bool]:
+    """Copy one object; returns its size and whether it was `there`. UserError when another one is there."""
     data = source.get(path)
-    if maybe_there:
-        try:
-            if target.get(path) == data:
-                return len(data), True
-            raise _other(target, path)
-        except FileNotFoundError:
-            pass
-    if not target.create(path, data):
+    if not (target.get(path) == data if there else target.create(path, data)):
         raise _other(target, path)
-    return len(data), False
+    return len(data), there
 
 
 def copy_directory(source: Store, target: Store, path: str, facts: Callable[[str], dict[str, Any]]) -> tuple[int, bool]:

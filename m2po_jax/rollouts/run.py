@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from m2po_jax.config import Config, ConfigError, UserError, differences, from_json, run_id_of, to_json
 from m2po_jax.rollouts.paths import CONFIG, LOCK
@@ -52,13 +53,19 @@ def sole_learner(store: Store) -> Iterator[None]:
     if store.local_path is None:
         yield
         return
-    with open(store.local_path / LOCK, "w") as lock:
+    taken = f"another process is training {store.url}: wait for it, or use another --run directory"
+    with held(store.local_path / LOCK, taken):
+        yield
+
+
+@contextlib.contextmanager
+def held(path: Path, taken: str) -> Iterator[None]:
+    """Hold a lock file, which goes with the process; UserError with the message `taken` where another one has it."""
+    with open(path, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"another process is training {store.url}: wait for it, or use another --run directory"
-            ) from error
+            raise UserError(taken) from error
         yield
 
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from m2po_jax.config import ConfigError
+from m2po_jax.config import ConfigError, UserError
 from m2po_jax.config_server import ServerConfig
 from m2po_jax.generation.handover import Handover
 from m2po_jax.generation.remote import nearer
@@ -136,7 +136,7 @@ def test_versions_lie_whole_and_current_points_to_the_newest(handover):
         assert given.write(3, "3" * 64, trees[3]) == out
         left = sorted(each.name for each in given.directory.glob("0*"))
         assert left == ["0000002-222222222222", "0000003-333333333333"]
-        with pytest.raises(ServerError, match="each needs a server of its own"), given.alone():
+        with pytest.raises(UserError, match="each needs a server of its own"), given.alone():
             pass
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from m2po_jax.config import StalenessConfig
 from m2po_jax.generation import Generator, Worker
+from m2po_jax.generation.polling import Poll
 from m2po_jax.generation.service import mismatch
-from m2po_jax.generation.worker import OVERDUE_LOOKS, Poll
+from m2po_jax.generation.worker import OVERDUE_LOOKS
 from m2po_jax.rollouts import (
     Schedule,
     Store,
