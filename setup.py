@@ -24,13 +24,16 @@ def long_description() -> str:
 
 
 BASE = [
+    "array-record>=0.8; sys_platform != 'win32'",
     "beartype>=0.20",
     "cattrs>=25.1",
     "flax>=0.12",
+    "grain>=0.2.12",
     "httpx2>=2.0",
     "jax>=0.10",
     "jaxtyping>=0.3",
     "jinja2>=3.1",
+    "math-verify>=0.8",
     "matplotlib>=3.9",
     "numpy>=2.1",
     "obstore>=0.8",
@@ -42,6 +45,7 @@ BASE = [
     "safetensors>=0.5",
     "scipy>=1.14",
     "tensorboardX>=2.6",
+    "tensorflow-datasets>=4.9.9",
     "transformers>=5.0",
     "tyro>=1.0",
 ]
@@ -50,12 +54,6 @@ EXTRAS = {
     "tpu": ["jax[tpu]>=0.10"],
     # The store speaks gs:// through obstore; where several hosts write one array, Orbax does so itself, through gcsfs.
     "gcs": ["gcsfs>=2025.3"],
-    "math": [
-        "array-record>=0.8; sys_platform == 'linux'",
-        "grain>=0.2.12",
-        "math-verify>=0.8",
-        "tensorflow-datasets>=4.9.9",
-    ],
     "notebooks": ["ipykernel>=6.29", "jupyterlab>=4.3", "nbconvert>=7.16"],
     "dev": [
         "gcsfs>=2025.3",

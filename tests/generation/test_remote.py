@@ -182,11 +182,15 @@ def test_a_server_that_dies_and_comes_back_with_other_weights_is_given_them_agai
 
 
 def test_a_learner_and_a_generator_with_a_server_finish_a_run(processed, model, user_env, tmp_path):
-    """As processes; each version is handed over, and every age is as the policy says."""
+    """As processes; each version is handed over, and every age is as the policy says.
+
+    The server's random numbers are its own, so rewards may teach nothing: weight decay makes each version another one.
+    """
     env, run = tiny.subprocess_env(user_env), tmp_path / "run"
     shared = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     python = [sys.executable, "-m", "m2po_jax"]
-    flags = ["--model.source", str(model), "--learner.learning-rate", "0.03", "--staleness.k", "0"]
+    flags = ["--model.source", str(model), "--learner.learning-rate", "0.03", "--learner.weight-decay", "0.1"]
+    flags += ["--staleness.k", "0"]
     learn = [*python, "learn", f"{tiny_text.__file__}:arithmetic", "--run", str(run), *flags]
     learner = subprocess.Popen(learn, **shared)
     generate = [*python, "generate", str(run), "--server.url", processed.url, "--mesh.data", "1"]
